@@ -1,5 +1,5 @@
-//! Memory for payloads: page-aligned, as O_DIRECT requires, and recycled instead of freed, so that a running store does
-//! not allocate.
+//! Memory for payloads: page-aligned, as O_DIRECT requires, and recycled instead of freed, so that
+//! a running store does not allocate.
 
 use std::alloc::{Layout, alloc_zeroed, dealloc, handle_alloc_error};
 use std::mem::ManuallyDrop;
@@ -8,16 +8,19 @@ use std::ptr::NonNull;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-/// Alignment of every [`Buffer`] in bytes: the page size, which satisfies every O_DIRECT rule of Linux.
+/// Alignment of every [`Buffer`] in bytes: the page size, which satisfies every O_DIRECT rule of
+/// Linux.
 pub const BUFFER_ALIGN: usize = 4096;
 
-/// Most bytes that the pool keeps for reuse, in the whole process: what one queue may have in flight.
+/// Most bytes that the pool keeps for reuse, in the whole process: what one queue may have in
+/// flight.
 const POOL_BYTES: usize = 32 << 20;
 /// What a block takes beside its bytes: the allocator's note before it makes it begin a page later.
 const BLOCK_OVERHEAD: u64 = BUFFER_ALIGN as u64;
 /// Bytes of memory of all blocks, those kept for reuse included.
 static ALLOCATED: AtomicU64 = AtomicU64::new(0);
-/// Sizes that are recycled: `BUFFER_ALIGN << class`, so up to 4 MiB. Longer ones are rare and go to the system.
+/// Sizes that are recycled: `BUFFER_ALIGN << class`, so up to 4 MiB. Longer ones are rare and go to
+/// the system.
 const CLASSES: usize = 11;
 
 /// A page-aligned byte buffer.
@@ -74,8 +77,8 @@ pub(crate) fn allocated() -> u64 {
     ALLOCATED.load(Ordering::Relaxed)
 }
 
-/// Keeps buffers that take at most `memory` bytes for reuse from now on, or [`POOL_BYTES`] of them if that is less.
-/// Returns how much memory they may take.
+/// Keeps buffers that take at most `memory` bytes for reuse from now on, or [`POOL_BYTES`] of them
+/// if that is less. Returns how much memory they may take.
 pub(crate) fn limit_pool(memory: u64) -> u64 {
     // The overhead of the smallest buffers is as large as they are.
     let most = usize::try_from(memory / 2)
@@ -125,7 +128,8 @@ impl Pool {
         self.bytes += block.layout.size();
         self.classes[class].push(block);
         while self.bytes > self.most {
-            // Evict from the class that holds most, so that sizes no longer needed make room for those needed now.
+            // Evict from the class that holds most, so that sizes no longer needed make room for
+            // those needed now.
             let most = self.classes.iter_mut().enumerate();
             let most = most.max_by_key(|(class, blocks)| blocks.len() << class);
             let freed = most.and_then(|(_, blocks)| blocks.pop());
@@ -149,8 +153,8 @@ impl Buffer {
         Self::try_zeroed(len).unwrap_or_else(|OutOfMemory| abort_for(len))
     }
 
-    /// `len` bytes with arbitrary contents, such as an earlier request's. The caller must overwrite every byte before
-    /// other code sees the buffer.
+    /// `len` bytes with arbitrary contents, such as an earlier request's. The caller must overwrite
+    /// every byte before other code sees the buffer.
     ///
     /// # Panics
     /// As [`zeroed`](Self::zeroed).
@@ -231,8 +235,8 @@ impl From<&[u8]> for Buffer {
 impl Deref for SharedBuffer {
     type Target = [u8];
     fn deref(&self) -> &[u8] {
-        // SAFETY: the block holds at least `len` initialised bytes and lives as long as `self`. No thread writes to
-        // them meanwhile: see `DerefMut` of `Buffer`.
+        // SAFETY: the block holds at least `len` initialised bytes and lives as long as `self`. No
+        // thread writes to them meanwhile: see `DerefMut` of `Buffer`.
         unsafe { std::slice::from_raw_parts(self.block.pointer.as_ptr(), self.len) }
     }
 }
@@ -246,8 +250,8 @@ impl Deref for Buffer {
 
 impl DerefMut for Buffer {
     fn deref_mut(&mut self) -> &mut [u8] {
-        // SAFETY: as in `deref`. The block came from the pool or the system with no other user and is not cloned
-        // before `share` ends this buffer, so `&mut self` makes the access exclusive.
+        // SAFETY: as in `deref`. The block came from the pool or the system with no other user and
+        // is not cloned before `share` ends this buffer, so `&mut self` makes the access exclusive.
         unsafe { std::slice::from_raw_parts_mut(self.0.block.pointer.as_ptr(), self.0.len) }
     }
 }
@@ -256,8 +260,8 @@ impl Drop for SharedBuffer {
     fn drop(&mut self) {
         // SAFETY: dropped once, and `self` is not used afterwards.
         let mut block = unsafe { ManuallyDrop::take(&mut self.block) };
-        // The last user gives the block back. If two users drop it at the same moment, each may see the other; then it
-        // is freed instead.
+        // The last user gives the block back. If two users drop it at the same moment, each may see
+        // the other; then it is freed instead.
         if let Some(class) = Pool::class(block.layout.size())
             && Arc::get_mut(&mut block).is_some()
         {

@@ -8,11 +8,13 @@ pub enum Condition {
     /// It can.
     #[default]
     Ok,
-    /// It can, but writes wait, because the log is full and the copy to the base images has not made room yet.
+    /// It can, but writes wait, because the log is full and the copy to the base images has not
+    /// made room yet.
     CopyingBehind,
     /// A file system has no space for the log or the base images. The log retries every second.
     NoSpace(Trouble),
-    /// The log can't be copied to the base images, or can't grow, for another reason. It retries every second.
+    /// The log can't be copied to the base images, or can't grow, for another reason. It retries
+    /// every second.
     CopyFailing(Trouble),
     /// A write or sync failed for good: the disk is read-only until it is opened again.
     ReadOnly(Trouble),
@@ -27,7 +29,8 @@ pub struct Trouble {
     pub error: String,
     /// Writes fail.
     pub refuses_writes: bool,
-    /// Writes wait until the trouble is over. If writes neither fail nor wait, the log still has room.
+    /// Writes wait until the trouble is over. If writes neither fail nor wait, the log still has
+    /// room.
     pub pauses_writes: bool,
 }
 

@@ -5,11 +5,11 @@
 //!                                            ├─▶ at most the limit
 //!   charge: requests, unread replies ─▶ lent ┘     a client waits for its share, and one that holds others up is told to leave
 //! ```
-//! A client may hold as much as is free, and no more (Choudhury and Hahne 1998, "Dynamic queue length thresholds"). One
-//! client alone gets half of the memory; of a hundred greedy ones each gets a hundredth, and as much is free for one that
-//! asks for little. The last eighth is kept for those: for clients that hold next to nothing, and for new ones. What a
-//! request may need is charged before it is taken, so a request that was taken never waits for
-//! memory.
+//! A client may hold as much as is free, and no more (Choudhury and Hahne 1998, "Dynamic queue
+//! length thresholds"). One client alone gets half of the memory; of a hundred greedy ones each
+//! gets a hundredth, and as much is free for one that asks for little. The last eighth is kept for
+//! those: for clients that hold next to nothing, and for new ones. What a request may need is
+//! charged before it is taken, so a request that was taken never waits for memory.
 
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, Weak};
@@ -64,10 +64,12 @@ impl MemoryBudget {
         PROCESS.get_or_init(|| Self::new(u64::MAX))
     }
 
-    /// Sets the limit in bytes. [`Buffer`](crate::Buffer)s that are kept for reuse take a sixteenth of it at most, which
-    /// is reserved; longer ones go back to the system at once. Call it once, before anything is charged.
+    /// Sets the limit in bytes. [`Buffer`](crate::Buffer)s that are kept for reuse take a sixteenth
+    /// of it at most, which is reserved; longer ones go back to the system at once. Call it once,
+    /// before anything is charged.
     pub fn set_limit(&self, bytes: u64) {
-        // Otherwise the allocator keeps large blocks that are free. SAFETY: this sets a number of the allocator.
+        // Otherwise the allocator keeps large blocks that are free. SAFETY: this sets a number of
+        // the allocator.
         unsafe { libc::mallopt(libc::M_MMAP_THRESHOLD, 256 << 10) };
         self.0.limit.store(bytes, Ordering::Relaxed);
         let pool = buffer::limit_pool(bytes / 16);
@@ -94,8 +96,8 @@ impl MemoryBudget {
             .saturating_sub(self.used())
     }
 
-    /// Takes memory for something that lives long. A sixteenth of the limit is left for requests. `None`: there is not
-    /// so much.
+    /// Takes memory for something that lives long. A sixteenth of the limit is left for requests.
+    /// `None`: there is not so much.
     pub fn reserve(&self, bytes: u64) -> Option<MemoryReservation> {
         let budget = &self.0;
         let limit = budget.limit.load(Ordering::Relaxed);
@@ -163,8 +165,8 @@ struct Client {
 /// Whether a client may be told to leave, and how.
 #[derive(Default)]
 struct Eviction {
-    /// Since when what the client holds waits for the client itself: it reads no reply, or does not send what it
-    /// announced.
+    /// Since when what the client holds waits for the client itself: it reads no reply, or does not
+    /// send what it announced.
     slow_since: Option<Instant>,
     /// Tells it to leave.
     leave: Option<Box<dyn Fn() + Send>>,
@@ -180,7 +182,8 @@ impl MemoryClient {
     /// How long a client that was refused should wait before it asks again.
     pub const RETRY: Duration = Duration::from_millis(5);
 
-    /// Takes memory for a request with a payload of `payload` bytes. `None`: the client has to wait.
+    /// Takes memory for a request with a payload of `payload` bytes. `None`: the client has to
+    /// wait.
     pub fn charge(&self, payload: u64) -> Option<MemoryCharge> {
         let budget = &self.0.budget.0;
         let limit = budget.limit.load(Ordering::Relaxed);
@@ -198,7 +201,8 @@ impl MemoryClient {
             let little = held.saturating_add(bytes) <= LITTLE && all <= limit;
             let fair = little || all.saturating_add(held).saturating_add(bytes) <= limit / 8 * 7;
             let there = in_buffers.saturating_add(bytes) <= limit;
-            // Nobody who asks for much waits for ever: when nobody holds any, it gets what it asks for.
+            // Nobody who asks for much waits for ever: when nobody holds any, it gets what it asks
+            // for.
             (lent == 0 || (fair && there)).then(|| lent.saturating_add(bytes))
         };
         budget
@@ -232,8 +236,8 @@ impl MemoryClient {
         self.0.lock().slow_since = since;
     }
 
-    /// Says that the client has waited since `since` for a [`charge`](Self::charge). If that is long ago, the one that
-    /// holds most, more than this one, is told to leave, if it is slow.
+    /// Says that the client has waited since `since` for a [`charge`](Self::charge). If that is
+    /// long ago, the one that holds most, more than this one, is told to leave, if it is slow.
     pub fn wait_since(&self, since: Instant) {
         let now = Instant::now();
         if now.duration_since(since) < PATIENCE {

@@ -47,12 +47,13 @@ const SECTOR_LEN: usize = SECTOR_SIZE as usize;
 
 /// A RAM disk. Clones are the same disk.
 ///
-/// Even empty, each 64 KiB take a few bytes in a table. So a disk much larger than the machine's memory can't be made:
-/// the constructor panics, or the process runs out of memory.
+/// Even empty, each 64 KiB take a few bytes in a table. So a disk much larger than the machine's
+/// memory can't be made: the constructor panics, or the process runs out of memory.
 ///
 /// Its medium is memory, and requests are applied on submission, so FLUSH has nothing to do.
-/// [`with_power_loss`](Self::with_power_loss) adds a volatile write cache: then [`power_loss`](Self::power_loss) undoes
-/// every write that was not made durable by a FLUSH or by writethrough mode.
+/// [`with_power_loss`](Self::with_power_loss) adds a volatile write cache: then
+/// [`power_loss`](Self::power_loss) undoes every write that was not made durable by a FLUSH or by
+/// writethrough mode.
 #[derive(Clone)]
 pub struct RamDisk {
     shared: Arc<RamDiskState>,
@@ -74,8 +75,8 @@ impl RamDisk {
         Self::build(sectors, Vec::new(), false, true, false)
     }
 
-    /// An empty disk with a volatile write cache that [`power_loss`](Self::power_loss) loses. `toggle`: the cache can
-    /// be switched off.
+    /// An empty disk with a volatile write cache that [`power_loss`](Self::power_loss) loses.
+    /// `toggle`: the cache can be switched off.
     pub fn with_power_loss(sectors: u64, toggle: bool) -> Self {
         Self::build(sectors, Vec::new(), false, toggle, true)
     }
@@ -120,7 +121,8 @@ impl RamDisk {
         }
     }
 
-    /// Loses power: every sector goes back to its last durable contents. No effect without a volatile cache.
+    /// Loses power: every sector goes back to its last durable contents. No effect without a
+    /// volatile cache.
     pub fn power_loss(&self) {
         let Some(durable) = &self.shared.durable else {
             return;
@@ -133,8 +135,8 @@ impl RamDisk {
 }
 
 impl RamDiskState {
-    /// Splits `[offset, offset + len)` at chunk boundaries and calls `each` with the chunk, the offset in it and the
-    /// range of the request.
+    /// Splits `[offset, offset + len)` at chunk boundaries and calls `each` with the chunk, the
+    /// offset in it and the range of the request.
     fn pieces(
         &self,
         offset: u64,
@@ -187,7 +189,8 @@ impl RamDiskState {
         });
     }
 
-    /// Applies a change to `[sector, sector + sectors)`, after saving the durable contents if the disk can lose power.
+    /// Applies a change to `[sector, sector + sectors)`, after saving the durable contents if the
+    /// disk can lose power.
     fn change(&self, sector: u64, sectors: u64, apply: impl FnOnce()) {
         let Some(durable) = &self.durable else {
             return apply();
@@ -272,7 +275,8 @@ impl Backend for RamDisk {
             write_cache_toggle: self.shared.toggle,
             discard: true,
             write_zeroes: true,
-            // The volatile cache keeps a copy of the old contents until a FLUSH, which frees it without erasing it.
+            // The volatile cache keeps a copy of the old contents until a FLUSH, which frees it
+            // without erasing it.
             secure_erase: self.shared.durable.is_none(),
         }
     }

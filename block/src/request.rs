@@ -7,8 +7,8 @@ use crate::Buffer;
 /// Bytes in a sector, the unit of every address here, as in virtio-blk (virtio 1.2, 5.2.4).
 pub const SECTOR_SIZE: u64 = 512;
 
-/// The longest request in bytes; longer ones fail with [`Failure::TooLarge`]. A request is one log record, and a record
-/// never spans segments.
+/// The longest request in bytes; longer ones fail with [`Failure::TooLarge`]. A request is one log
+/// record, and a record never spans segments.
 pub const MAX_REQUEST_BYTES: usize = 16 << 20;
 
 /// One request to a disk. Every range is in sectors of [`SECTOR_SIZE`] bytes.
@@ -60,8 +60,9 @@ pub enum Failure {
     /// The disk is read-only.
     #[error("the disk is read-only")]
     ReadOnly,
-    /// The medium failed, or the log had failed before (promise 5: an error is final). Or the log is full and can't be
-    /// emptied, for instance for lack of space for the base image; once there is space, requests succeed again.
+    /// The medium failed, or the log had failed before (promise 5: an error is final). Or the log
+    /// is full and can't be emptied, for instance for lack of space for the base image; once there
+    /// is space, requests succeed again.
     #[error("I/O error")]
     Io,
 }
@@ -154,8 +155,8 @@ pub struct Transfer {
     pub size: u64,
     /// Bytes copied; the others were holes or are shared.
     pub copied: u64,
-    /// Whether the new file shares the base image's blocks (a reflink, where the file system has them). A write to
-    /// either file does not affect the other.
+    /// Whether the new file shares the base image's blocks (a reflink, where the file system has
+    /// them). A write to either file does not affect the other.
     pub shared: bool,
 }
 
@@ -181,13 +182,13 @@ pub struct LogCounters {
     pub checkpoints: u64,
     /// Bytes that checkpoints wrote to base images; zeroed ranges do not count.
     pub base_bytes: u64,
-    /// Operations of checkpoints on base images, zeroing included. Fewer than records, because adjacent records are
-    /// copied together.
+    /// Operations of checkpoints on base images, zeroing included. Fewer than records, because
+    /// adjacent records are copied together.
     pub base_writes: u64,
     /// Bytes of memory taken by the log's index now.
     pub index_bytes: u64,
-    /// Commit groups by how many waiters they served: element 0 counts those that served 1, element 1 those that
-    /// served 2, then 3 to 4, 5 to 8 and so on by powers of two; the last element counts all above 256. Groups
-    /// without waiters do not count.
+    /// Commit groups by how many waiters they served: element 0 counts those that served 1, element
+    /// 1 those that served 2, then 3 to 4, 5 to 8 and so on by powers of two; the last element
+    /// counts all above 256. Groups without waiters do not count.
     pub group_sizes: [u64; GROUP_SIZE_CLASSES],
 }

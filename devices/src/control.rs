@@ -31,15 +31,16 @@ use crate::backend::Backend;
 
 /// A device in use, as its owner sees it. Any thread may call it.
 pub trait DeviceControl: Send + Sync {
-    /// Takes over the backend's capacity, which may have changed, and notifies the driver or the clients if the transport
-    /// can.
+    /// Takes over the backend's capacity, which may have changed, and notifies the driver or the
+    /// clients if the transport can.
     fn capacity_changed(&self);
 
     /// Asks for writeback (`true`) or writethrough. Returns the mode that is in force now.
     ///
-    /// Writethrough takes effect at once. Writeback takes effect at once only if every user of the device knows that
-    /// completed writes may be lost: a driver that believes otherwise never flushes. For such a driver the device keeps
-    /// its mode until the driver itself asks for writeback, or is reset.
+    /// Writethrough takes effect at once. Writeback takes effect at once only if every user of the
+    /// device knows that completed writes may be lost: a driver that believes otherwise never
+    /// flushes. For such a driver the device keeps its mode until the driver itself asks for
+    /// writeback, or is reset.
     fn set_write_cache(&self, on: bool) -> bool;
 
     /// Stops taking requests, and returns when all requests taken are answered.
@@ -93,8 +94,8 @@ fn with_transport<T, R>(transport: &Weak<Mutex<T>>, f: impl FnOnce(&mut T) -> R)
 
 /// The cache mode of a device. Both its owner and its driver have a say.
 ///
-/// In `writeback` the driver reads its own choice, or the owner's mode at the time of that choice. The owner can make
-/// writes stable that the driver believes volatile, never the reverse.
+/// In `writeback` the driver reads its own choice, or the owner's mode at the time of that choice.
+/// The owner can make writes stable that the driver believes volatile, never the reverse.
 pub(crate) struct CacheSwitch {
     backend: Arc<dyn Backend>,
     state: Mutex<CacheState>,
@@ -168,8 +169,8 @@ pub(crate) trait GateWatcher: Send + Sync {
     fn wake(&self);
 }
 
-/// A gate that the requests of any number of threads pass on their way to a disk. Closing it waits until no request is
-/// inside.
+/// A gate that the requests of any number of threads pass on their way to a disk. Closing it waits
+/// until no request is inside.
 #[derive(Default)]
 pub(crate) struct Gate {
     closed: AtomicBool,
@@ -180,7 +181,8 @@ pub(crate) struct Gate {
 }
 
 impl Gate {
-    /// Lets a request in; `false`: the gate is closed. Every request that was let in must [`leave`](Self::leave).
+    /// Lets a request in; `false`: the gate is closed. Every request that was let in must
+    /// [`leave`](Self::leave).
     pub(crate) fn enter(&self) -> bool {
         // Count first: then either this call sees the closed gate, or `close` sees the count.
         self.inside.fetch_add(1, Ordering::SeqCst);

@@ -5,14 +5,15 @@
 //!   descriptor ─┼─▶ EventLoop::wait ──┤                                  one list, handled by the thread that waits
 //!   sender ─────┘                     └─ Event::Message(message), …
 //! ```
-//! `event-manager` calls a subscriber for each ready descriptor. Most threads here need to know all ready descriptors
-//! before they act on the first: they take requests from all queues, then submit them all, then answer them all. So a
-//! loop has one subscriber, which only collects what is ready, and [`EventLoop::wait`] returns the list. Messages from
-//! other threads arrive through the manager's remote endpoint. They come after all descriptors in the list, so a message
-//! that adds or removes a descriptor cannot change the meaning of an event before it.
+//! `event-manager` calls a subscriber for each ready descriptor. Most threads here need to know all
+//! ready descriptors before they act on the first: they take requests from all queues, then submit
+//! them all, then answer them all. So a loop has one subscriber, which only collects what is ready,
+//! and [`EventLoop::wait`] returns the list. Messages from other threads arrive through the
+//! manager's remote endpoint. They come after all descriptors in the list, so a message that adds
+//! or removes a descriptor cannot change the meaning of an event before it.
 //!
-//! The manager waits in whole milliseconds; timeouts are rounded up. A thread that needs a finer timeout watches a timer
-//! (`timerfd_create`), as the limits of disks do.
+//! The manager waits in whole milliseconds; timeouts are rounded up. A thread that needs a finer
+//! timeout watches a timer (`timerfd_create`), as the limits of disks do.
 //!
 //! ```
 //! use std::io::Write;
@@ -57,7 +58,8 @@ pub enum Event<K, M> {
     Message(M),
 }
 
-/// Descriptors that one thread watches, each with a key of type `K`, and an inbox for messages of type `M`.
+/// Descriptors that one thread watches, each with a key of type `K`, and an inbox for messages of
+/// type `M`.
 #[derive(Debug)]
 pub struct EventLoop<K, M> {
     manager: EventManager<ReadyList<K, M>>,
@@ -67,8 +69,8 @@ pub struct EventLoop<K, M> {
 /// The only subscriber of a loop.
 #[derive(Debug)]
 struct ReadyList<K, M> {
-    /// The keys of the watched descriptors, indexed by descriptor. The system hands out the lowest free number, so the
-    /// vector is short.
+    /// The keys of the watched descriptors, indexed by descriptor. The system hands out the lowest
+    /// free number, so the vector is short.
     keys: Vec<Option<K>>,
     events: Vec<Event<K, M>>,
 }
@@ -108,13 +110,13 @@ impl<K: Copy, M: Send + 'static> EventLoop<K, M> {
         }
     }
 
-    /// Watches a descriptor: the loop reports it with `key` when one of `events` applies to it, or when it hangs up.
-    /// [`unwatch`](Self::unwatch) it before closing it: the system keeps reporting a descriptor that is open elsewhere,
-    /// in this process or another.
+    /// Watches a descriptor: the loop reports it with `key` when one of `events` applies to it, or
+    /// when it hangs up. [`unwatch`](Self::unwatch) it before closing it: the system keeps
+    /// reporting a descriptor that is open elsewhere, in this process or another.
     ///
     /// # Errors
-    /// `AlreadyExists` if it is watched already; `PermissionDenied` if it is always ready, as regular files and
-    /// `/dev/null` are. Otherwise the system's error.
+    /// `AlreadyExists` if it is watched already; `PermissionDenied` if it is always ready, as
+    /// regular files and `/dev/null` are. Otherwise the system's error.
     pub fn watch(&mut self, fd: impl AsFd, key: K, events: EventSet) -> io::Result<()> {
         let fd = fd.as_fd().as_raw_fd();
         self.ops()
@@ -163,8 +165,9 @@ impl<K: Copy, M: Send + 'static> EventLoop<K, M> {
         }
     }
 
-    /// Waits until a descriptor is ready or a message arrives, at most for `timeout`, rounded up to milliseconds.
-    /// Replaces the contents of `events` with the new ones. A signal may end the wait early, with no events.
+    /// Waits until a descriptor is ready or a message arrives, at most for `timeout`, rounded up to
+    /// milliseconds. Replaces the contents of `events` with the new ones. A signal may end the wait
+    /// early, with no events.
     ///
     /// # Errors
     /// If the system refuses to wait.
@@ -203,8 +206,8 @@ pub struct MessageSender<K, M> {
 }
 
 impl<K: Copy, M: Send + 'static> MessageSender<K, M> {
-    /// Wakes the loop with `message`. `false`: the loop is gone, and `message` was dropped. A loop that ends later
-    /// drops the messages that it has not read.
+    /// Wakes the loop with `message`. `false`: the loop is gone, and `message` was dropped. A loop
+    /// that ends later drops the messages that it has not read.
     pub fn send(&self, message: M) -> bool {
         let subscriber = self.subscriber;
         let sent = self.endpoint.fire(move |manager| {

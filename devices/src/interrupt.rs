@@ -40,8 +40,9 @@ use crate::metrics::InterruptCounter;
 
 /// The two notifications that a device sends (virtio 1.2, 2.3).
 ///
-/// Queue workers and vCPU threads may call it at the same time. An implementation must not wait for either of them, in
-/// particular not for a lock that is held while the transport's registers are accessed.
+/// Queue workers and vCPU threads may call it at the same time. An implementation must not wait for
+/// either of them, in particular not for a lock that is held while the transport's registers are
+/// accessed.
 pub trait Interrupt: Send + Sync {
     /// Used buffer notification of `queue`.
     fn queue(&self, queue: u16);
@@ -74,14 +75,16 @@ pub trait MsiRouter: Send + Sync {
     /// If the hypervisor refuses the route. The vector then sends nothing until a route is set.
     fn set_route(&self, vector: u16, message: MsiMessage) -> io::Result<()>;
 
-    /// Raises `vector`. Called only while the vector is unmasked and routed; this crate keeps masks and pending bits.
+    /// Raises `vector`. Called only while the vector is unmasked and routed; this crate keeps masks
+    /// and pending bits.
     ///
     /// # Errors
     /// If the interrupt cannot be delivered.
     fn trigger(&self, vector: u16) -> io::Result<()>;
 }
 
-/// An edge-triggered interrupt line: an eventfd that the hypervisor listens to, or a call of the hypervisor.
+/// An edge-triggered interrupt line: an eventfd that the hypervisor listens to, or a call of the
+/// hypervisor.
 ///
 /// Called from queue workers and vCPU threads at the same time.
 pub trait EdgeLine: Send + Sync {
@@ -106,7 +109,8 @@ impl EdgeLine for OwnedFd {
     }
 }
 
-/// Used buffer notification bit of InterruptStatus (virtio 1.2, 4.2.2) and of the ISR status (4.1.4.5).
+/// Used buffer notification bit of InterruptStatus (virtio 1.2, 4.2.2) and of the ISR status
+/// (4.1.4.5).
 pub(crate) const INTERRUPT_QUEUE: u32 = 1;
 /// Configuration change bit of InterruptStatus and of the ISR status.
 pub(crate) const INTERRUPT_CONFIG: u32 = 2;
@@ -137,8 +141,8 @@ impl LineInterrupt {
         self.status.fetch_and(!bits, Ordering::SeqCst);
     }
 
-    /// Sends an edge for every notification, even if its bit was already set: a driver that has read InterruptStatus but
-    /// not acknowledged it yet would not look again.
+    /// Sends an edge for every notification, even if its bit was already set: a driver that has
+    /// read InterruptStatus but not acknowledged it yet would not look again.
     fn raise(&self, bit: u32) {
         self.status.fetch_or(bit, Ordering::SeqCst);
         match self.line.pulse() {

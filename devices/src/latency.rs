@@ -1,7 +1,7 @@
 //! Latencies of requests: a histogram for each kind of operation on each queue.
 //!
-//! Counting a request adds to counters that only the queue's worker changes, and allocates no memory. The clock is read
-//! once per batch.
+//! Counting a request adds to counters that only the queue's worker changes, and allocates no
+//! memory. The clock is read once per batch.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
@@ -69,8 +69,8 @@ struct Histogram {
 /// A snapshot of a histogram.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct LatencyCounts {
-    /// Requests by latency in microseconds: element 0 counts those up to 1, element 1 those up to 2, then 4, 8 and so on
-    /// by powers of two. The last element counts all above 2^23 (8.4 s).
+    /// Requests by latency in microseconds: element 0 counts those up to 1, element 1 those up to
+    /// 2, then 4, 8 and so on by powers of two. The last element counts all above 2^23 (8.4 s).
     pub classes: [u64; LATENCY_CLASSES],
     /// The sum of all latencies in nanoseconds.
     pub sum_ns: u64,
@@ -87,9 +87,9 @@ impl LatencyCounts {
         self.classes.iter().sum()
     }
 
-    /// The latency that all but one in `one_in` requests stay within, as the upper bound of a class in microseconds.
-    /// `one_in` is 2 for the median, 100 for the 99th percentile. `None` if there are no requests, or if it is the class
-    /// without an upper bound.
+    /// The latency that all but one in `one_in` requests stay within, as the upper bound of a class
+    /// in microseconds. `one_in` is 2 for the median, 100 for the 99th percentile. `None` if there
+    /// are no requests, or if it is the class without an upper bound.
     pub fn all_but_one_in_us(&self, one_in: u64) -> Option<u64> {
         let count = self.count();
         let wanted = count - count / one_in.max(1);

@@ -1,4 +1,5 @@
-//! Building blocks of servers: accept loops, threads, and waits, all of which end when the server stops.
+//! Building blocks of servers: accept loops, threads, and waits, all of which end when the server
+//! stops.
 //!
 //! ```
 //! use std::os::unix::net::UnixStream;
@@ -78,7 +79,8 @@ pub struct Waiter<M = ()> {
     events: EventLoop<WakeReason, M>,
     ready: Vec<Event<WakeReason, M>>,
     messages: VecDeque<M>,
-    /// The events that the descriptor is watched for; `None`: it is always ready, as regular files are.
+    /// The events that the descriptor is watched for; `None`: it is always ready, as regular files
+    /// are.
     watched: Option<EventSet>,
 }
 
@@ -140,7 +142,8 @@ impl<M: Send + 'static> Waiter<M> {
         }
     }
 
-    /// Waits until one of the events `wanted` applies to `fd`, which is watched, at most until `deadline`.
+    /// Waits until one of the events `wanted` applies to `fd`, which is watched, at most until
+    /// `deadline`.
     ///
     /// # Errors
     /// If the system refuses to wait.
@@ -234,8 +237,8 @@ pub fn join(thread: JoinHandle<()>, owner: &str) {
     }
 }
 
-/// Accepts clients until `stop` is signalled, and passes each to `serve`. `listener` is non-blocking; `place` is its name
-/// in log messages.
+/// Accepts clients until `stop` is signalled, and passes each to `serve`. `listener` is
+/// non-blocking; `place` is its name in log messages.
 pub fn accept_each<L: AsFd, T>(
     listener: &L,
     stop: &Stop,
@@ -257,8 +260,9 @@ pub fn accept_each<L: AsFd, T>(
     }
 }
 
-/// The client that an accept at `place` has returned; `None` if there is none. An error of the system is logged, and the
-/// thread pauses for 0.1 s: the listener stays readable, so the next accept would follow, and fail, at once.
+/// The client that an accept at `place` has returned; `None` if there is none. An error of the
+/// system is logged, and the thread pauses for 0.1 s: the listener stays readable, so the next
+/// accept would follow, and fail, at once.
 pub fn check_accept<T>(outcome: io::Result<T>, place: impl Display) -> Option<T> {
     outcome
         .inspect_err(|error| {

@@ -6,7 +6,8 @@ use crate::latency::Latencies;
 
 macro_rules! block_metrics {
     ($($(#[$doc:meta])* $name:ident,)*) => {
-        /// Live counters of one device, over all of its queues and since it was created (a reset keeps them).
+        /// Live counters of one device, over all of its queues and since it was created (a reset
+        /// keeps them).
         ///
         /// Each counter is exact, but they are not all read at the same instant.
         #[derive(Debug, Default)]

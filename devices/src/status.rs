@@ -28,7 +28,8 @@ pub struct DeviceStatus {
     complaints: AtomicU32,
 }
 
-/// The most warnings about one driver: a driver that keeps breaking the rules must not fill the log.
+/// The most warnings about one driver: a driver that keeps breaking the rules must not fill the
+/// log.
 const MAX_COMPLAINTS: u32 = 16;
 
 impl DeviceStatus {

@@ -1,13 +1,15 @@
-//! Limits of a disk: operations and bytes per second, each with a burst. They can be changed while the disk is in use.
+//! Limits of a disk: operations and bytes per second, each with a burst. They can be changed while
+//! the disk is in use.
 //!
 //! ```text
 //!   frontend ──submit──▶ QueueLimits ── Throttle says "now" ──▶ BackendQueue
 //!                             │ "at t"
 //!                             └─ held, in order ── timerfd at t ──▶ the frontend's event loop ──▶ release
 //! ```
-//! A bucket is a single number, the time at which it will be full again (the generic cell rate algorithm, which admits
-//! the same requests as a token bucket). It needs no lock, no thread, and no work between requests. Without limits a
-//! frontend only checks a flag, and submits the request to the disk itself.
+//! A bucket is a single number, the time at which it will be full again (the generic cell rate
+//! algorithm, which admits the same requests as a token bucket). It needs no lock, no thread, and
+//! no work between requests. Without limits a frontend only checks a flag, and submits the request
+//! to the disk itself.
 //!
 //! ```
 //! use std::sync::Arc;
@@ -50,10 +52,11 @@ pub struct Limits {
     pub ops_burst: u64,
     /// Bytes read and written per second.
     pub bytes_per_second: u64,
-    /// Bytes that may start at once after a pause; 0: as many as in a second. A longer request waits until the bucket is
-    /// full, and the requests after it pay for the excess.
+    /// Bytes that may start at once after a pause; 0: as many as in a second. A longer request
+    /// waits until the bucket is full, and the requests after it pay for the excess.
     pub bytes_burst: u64,
-    /// The disk's part of a thread that it shares with other disks, relative to theirs: 1 to 1000. 0: 100.
+    /// The disk's part of a thread that it shares with other disks, relative to theirs: 1 to 1000.
+    /// 0: 100.
     pub weight: u16,
 }
 
@@ -181,8 +184,8 @@ impl Throttle {
         }
     }
 
-    /// Charges for `operation` if it may start now. If not, the error is when to ask again, in nanoseconds of
-    /// CLOCK_MONOTONIC.
+    /// Charges for `operation` if it may start now. If not, the error is when to ask again, in
+    /// nanoseconds of CLOCK_MONOTONIC.
     fn admit(&self, operation: &Operation) -> Result<(), u64> {
         self.admit_at(bytes_of(operation), now())
     }
@@ -254,7 +257,8 @@ impl Timer {
 
 /// Applies the limits of a disk to one queue: holds the requests that may not start yet.
 ///
-/// Without limits a frontend submits requests to the [`BackendQueue`] directly: see [`in_force`](Self::in_force).
+/// Without limits a frontend submits requests to the [`BackendQueue`] directly: see
+/// [`in_force`](Self::in_force).
 pub(crate) struct QueueLimits {
     throttle: Arc<Throttle>,
     timer: Arc<Timer>,
@@ -317,8 +321,8 @@ impl QueueLimits {
                 }
                 Err(when) => {
                     self.timer.arm(when);
-                    // If the limits have changed since, that armed the timer too, and this `arm` has overwritten it:
-                    // check again.
+                    // If the limits have changed since, that armed the timer too, and this `arm`
+                    // has overwritten it: check again.
                     if self.throttle.changes.load(Ordering::SeqCst) == changes {
                         break;
                     }
@@ -342,7 +346,8 @@ mod tests {
         throttle
     }
 
-    /// How many requests of `bytes` start in `seconds`, if the caller retries at each moment that the throttle returns.
+    /// How many requests of `bytes` start in `seconds`, if the caller retries at each moment that
+    /// the throttle returns.
     fn count_admitted(throttle: &Throttle, bytes: u64, seconds: u64) -> u64 {
         let (start, mut count) = (1_000 * SECOND, 0);
         let mut at = start;

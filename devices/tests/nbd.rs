@@ -1,5 +1,6 @@
-//! The NBD server under random messages: valid sessions with some of their bytes changed, cut off anywhere. Whatever it
-//! gets, the server never panics, and the next client finds the disk unchanged or with the requested changes.
+//! The NBD server under random messages: valid sessions with some of their bytes changed, cut off
+//! anywhere. Whatever it gets, the server never panics, and the next client finds the disk
+//! unchanged or with the requested changes.
 
 use std::io::{Read, Write};
 use std::os::unix::net::{UnixListener, UnixStream};
@@ -106,7 +107,8 @@ fn no_message_harms_the_server() {
     assert_eq!(PANICS.load(Ordering::SeqCst), 0);
     let counts = metrics.counts();
     println!("{counts:?}");
-    // Most sessions must have reached requests, of every kind, and some of the requests must have been invalid.
+    // Most sessions must have reached requests, of every kind, and some of the requests must have
+    // been invalid.
     assert!(
         counts.reads > 100 && counts.writes > 100 && counts.flushes > 100,
         "{counts:?}"
@@ -196,8 +198,8 @@ fn what_a_client_has_sent_before_its_end_is_carried_out() {
     server.stop();
 }
 
-/// A client that has not asked for block sizes may send requests of up to 32 MiB. `integrityhuge` of nbd's own tests sends
-/// longer ones, such as the read below.
+/// A client that has not asked for block sizes may send requests of up to 32 MiB. `integrityhuge`
+/// of nbd's own tests sends longer ones, such as the read below.
 #[test]
 fn a_request_of_more_than_32_mib_is_refused_and_changes_nothing() {
     const LONGEST: usize = 32 << 20;

@@ -1,4 +1,5 @@
-//! Random messages to the vhost-user server: whatever a front-end sends, the server goes on to serve the next one.
+//! Random messages to the vhost-user server: whatever a front-end sends, the server goes on to
+//! serve the next one.
 
 use std::fs::File;
 use std::io::Read;
@@ -33,8 +34,8 @@ fn field(random: &mut Random) -> u64 {
     }
 }
 
-/// Shared memory with rings of 4 descriptors at 0, 0x100 (available) and 0x200 (used), whose contents are partly
-/// random.
+/// Shared memory with rings of 4 descriptors at 0, 0x100 (available) and 0x200 (used), whose
+/// contents are partly random.
 fn rings(random: &mut Random) -> File {
     let file = memory(PAGES * 0x1000);
     let put = |at: u64, bytes: &[u8]| file.write_all_at(bytes, at).unwrap();

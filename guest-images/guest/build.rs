@@ -1,7 +1,9 @@
-//! Compiles the image as a static freestanding ELF at the addresses of `linker.ld`, if the feature `image` is on.
+//! Compiles the image as a static freestanding ELF at the addresses of `linker.ld`, if the feature
+//! `image` is on.
 //!
-//! This script calls the compiler directly: the host's profiles, flags and wrappers do not fit a freestanding image,
-//! and an unpacked package of this crate has no other manifest to build the image with.
+//! This script calls the compiler directly: the host's profiles, flags and wrappers do not fit a
+//! freestanding image, and an unpacked package of this crate has no other manifest to build the
+//! image with.
 
 use std::env;
 use std::path::{Path, PathBuf};

@@ -1,4 +1,5 @@
-//! Boots a user's own root image with the distribution's kernel. Its disk is on a write-ahead log of this machine.
+//! Boots a user's own root image with the distribution's kernel. Its disk is on a write-ahead log
+//! of this machine.
 //!
 //! ```text
 //!   a KVM for kernels:  walvisor run ── disk.img, disk.img.wal
@@ -67,7 +68,8 @@ pub struct OwnGuest {
 const MOST_NESTED_MEMORY: u64 = 3 << 30;
 
 impl OwnGuest {
-    /// Boots the guest, with its console on the terminal, and waits until it ends. Returns the exit status.
+    /// Boots the guest, with its console on the terminal, and waits until it ends. Returns the exit
+    /// status.
     ///
     /// # Errors
     /// The images cannot be built, or a program cannot be started.
@@ -146,7 +148,8 @@ impl OwnGuest {
         command.args(listen.flat_map(|address| ["--metrics-listen", address]));
     }
 
-    /// Whether a nested machine has enough memory for the guest. `walvisor run` checks that of this machine.
+    /// Whether a nested machine has enough memory for the guest. `walvisor run` checks that of this
+    /// machine.
     fn check_memory(&self) -> Result<()> {
         let memory = &self.memory;
         let refused = |reason: String| Err(Error::Unusable(format!("--memory {memory}: {reason}")));
@@ -161,7 +164,8 @@ impl OwnGuest {
     }
 }
 
-/// The network of a nested guest: a passt on this machine, and a bridge from the emulated network card to a tap device.
+/// The network of a nested guest: a passt on this machine, and a bridge from the emulated network
+/// card to a tap device.
 struct NestedNetwork {
     /// QEMU's end.
     socket: Arc<OwnedFd>,
@@ -196,7 +200,8 @@ fn escape(path: &Path) -> String {
     path.display().to_string().replace(',', ",,")
 }
 
-/// `walvisor serve vhost-user` with the guest's disks. Dropping it stops it, which closes the disks.
+/// `walvisor serve vhost-user` with the guest's disks. Dropping it stops it, which closes the
+/// disks.
 struct Daemon {
     child: Child,
     /// Whether its end is expected.

@@ -31,8 +31,8 @@ pub struct Cache {
 }
 
 impl Cache {
-    /// Opens the cache at `explicit`, or else `$WALVISOR_CACHE`, `$XDG_CACHE_HOME/walvisor` or `~/.cache/walvisor`.
-    /// Creates it if it is missing.
+    /// Opens the cache at `explicit`, or else `$WALVISOR_CACHE`, `$XDG_CACHE_HOME/walvisor` or
+    /// `~/.cache/walvisor`. Creates it if it is missing.
     ///
     /// # Errors
     /// No directory is known, or it cannot be created.
@@ -79,7 +79,8 @@ impl Cache {
         Ok(file)
     }
 
-    /// Returns the directory of this `kind` for these `inputs`. If it is not in the cache yet, `build` fills it.
+    /// Returns the directory of this `kind` for these `inputs`. If it is not in the cache yet,
+    /// `build` fills it.
     ///
     /// # Errors
     /// The errors of `build`; the unfinished directory is removed.
@@ -109,7 +110,8 @@ impl Cache {
                 directory.display()
             ));
         }
-        // Because this process holds the lock, an unfinished directory is what a killed build has left.
+        // Because this process holds the lock, an unfinished directory is what a killed build has
+        // left.
         let unfinished = self.root.join(format!("{kind}.unfinished"));
         if unfinished.exists() {
             fs::remove_dir_all(&unfinished).at("remove", &unfinished)?;
@@ -126,7 +128,8 @@ impl Cache {
         Ok(directory)
     }
 
-    /// Removes entries of `kind` that have not been used for a long time. Best effort: they only take space.
+    /// Removes entries of `kind` that have not been used for a long time. Best effort: they only
+    /// take space.
     fn remove_unused(&self, kind: &str) {
         let prefix = format!("{kind}-");
         for entry in fs::read_dir(&self.root).into_iter().flatten().flatten() {

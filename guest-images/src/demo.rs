@@ -1,5 +1,6 @@
-//! The demonstration: the embedded guest, then Debian guests that run fio on two write-ahead-logged disks. The disks share
-//! one log, and each uses a different virtio transport. A table shows the results.
+//! The demonstration: the embedded guest, then Debian guests that run fio on two write-ahead-logged
+//! disks. The disks share one log, and each uses a different virtio transport. A table shows the
+//! results.
 
 use std::fmt::Write as _;
 use std::fs::{self, File};
@@ -23,8 +24,8 @@ const TRANSPORTS: [&str; 2] = ["mmio", "pci"];
 /// Writers on each disk when fio writes to both disks at once.
 const WRITERS: u32 = 4;
 
-/// Runs the demonstration with the binary `walvisor`. fio's results, the metrics, the checks and the console are kept in
-/// `output`.
+/// Runs the demonstration with the binary `walvisor`. fio's results, the metrics, the checks and
+/// the console are kept in `output`.
 ///
 /// # Errors
 /// Any part of the demonstration fails.
@@ -52,7 +53,8 @@ pub fn demo(cache: &Cache, walvisor: &Path, output: &Path) -> Result<()> {
     println!("{reason}");
     let console = output.join("console.log");
     let reporter = Reporter::quiet(Some(File::create(&console).at("create", &console)?));
-    // An emulated guest does hundreds of writes per second, a guest on the real processor tens of thousands.
+    // An emulated guest does hundreds of writes per second, a guest on the real processor tens of
+    // thousands.
     let (size, writer_size) = match machine {
         Machine::Direct => ("16M", "4M"),
         Machine::Nested => ("2M", "512K"),
@@ -181,7 +183,8 @@ fn disk_table(outcome: &JobOutcome, runs: &[&Metrics]) -> Result<String> {
     Ok(table)
 }
 
-/// The counters of the shared log: with fio on one disk at a time (`alone`), on both (`together`), and their sums.
+/// The counters of the shared log: with fio on one disk at a time (`alone`), on both (`together`),
+/// and their sums.
 fn log_table(alone: &Metrics, together: &Metrics) -> Result<String> {
     const COUNTERS: [&str; 4] = ["flushes", "flushes_grouped", "syncs", "groups"];
     let mut table = format!("{:<19}", "shared log");

@@ -1,4 +1,5 @@
-//! Errors of building images and running jobs. Each message is one line that says what failed and what to do.
+//! Errors of building images and running jobs. Each message is one line that says what failed and
+//! what to do.
 
 use std::io;
 use std::path::PathBuf;

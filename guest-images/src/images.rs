@@ -37,7 +37,8 @@ const GUEST_MODULES: [&str; 7] = [
     "ext4",
     "virtio_rng",
 ];
-/// The modules of `initramfs-disks.cpio`, apart because only some guests need them, and loading takes time in emulation.
+/// The modules of `initramfs-disks.cpio`, apart because only some guests need them, and loading
+/// takes time in emulation.
 const DISK_MODULES: [&str; 2] = ["xfs", "pvpanic_mmio"];
 /// The programs of `initramfs-disks.cpio`.
 const DISK_PROGRAMS: [&str; 6] = [
@@ -48,8 +49,9 @@ const DISK_PROGRAMS: [&str; 6] = [
     "sbin/mkfs.xfs",
     "sbin/xfs_repair",
 ];
-/// The modules of the machine around a nested guest. `nbd` is for jobs that use that machine's kernel as an NBD client,
-/// `tun` for guests with a tap device, and a network card and `bridge` for a guest of a user's own.
+/// The modules of the machine around a nested guest. `nbd` is for jobs that use that machine's
+/// kernel as an NBD client, `tun` for guests with a tap device, and a network card and `bridge` for
+/// a guest of a user's own.
 const OUTER_MODULES: [&str; 9] = [
     "virtio_pci",
     "virtio_blk",
@@ -82,13 +84,13 @@ const BUILD_NEEDS: [(&str, &str); 8] = [
 /// - `vmlinux`: the same kernel as an ELF file with a PVH entry point;
 /// - `initramfs-base.cpio`: busybox, e2fsprogs, the virtio and ext4 modules, and `/init`;
 /// - `initramfs-fio.cpio`: fio with its libraries, to be appended to the base;
-/// - `initramfs-disks.cpio`: lsblk, blkdiscard, blockdev and fstrim of util-linux, xfsprogs, xfs and the driver of the panic
-///   device, to be appended to the base too;
+/// - `initramfs-disks.cpio`: lsblk, blkdiscard, blockdev and fstrim of util-linux, xfsprogs, xfs
+///   and the driver of the panic device, to be appended to the base too;
 /// - `root.ext4`: a root file system with all of these programs, to be booted with `root=/dev/vda`;
-/// - `initramfs-outer.cpio`: for the machine around a nested guest: the base with kvm_amd, the kernel's NBD client, and
-///   another `/init`;
-/// - `initramfs-scsi.cpio`: for jobs on that machine: the modules of the SCSI target with its disk driver, which `/init`
-///   does not load;
+/// - `initramfs-outer.cpio`: for the machine around a nested guest: the base with kvm_amd, the
+///   kernel's NBD client, and another `/init`;
+/// - `initramfs-scsi.cpio`: for jobs on that machine: the modules of the SCSI target with its disk
+///   driver, which `/init` does not load;
 /// - `packages.txt`: the packages that the images are made of.
 #[derive(Clone, Debug)]
 pub struct GuestImages {
@@ -105,7 +107,8 @@ impl GuestImages {
         packages::install_missing(&BUILD_NEEDS, reporter)?;
         let scratch = ScratchDir::new(cache, reporter)?;
         match Self::from_package_lists(cache, &scratch, reporter) {
-            // This machine's package lists are outdated: the archive no longer has the versions that they name.
+            // This machine's package lists are outdated: the archive no longer has the versions
+            // that they name.
             Err(Error::Program { command, .. }) if command.starts_with("apt-get ") => {
                 packages::update(reporter)?;
                 Self::from_package_lists(cache, &scratch, reporter)
@@ -216,8 +219,8 @@ fn add_system(
     add_modules(tree, unpacked, modules, &[])
 }
 
-/// Adds `modules`, except those of `present` and their dependencies, which another tree has. The file names sort in load
-/// order, even when both trees are combined.
+/// Adds `modules`, except those of `present` and their dependencies, which another tree has. The
+/// file names sort in load order, even when both trees are combined.
 fn add_modules(tree: &FileTree, unpacked: &Path, modules: &[&str], present: &[&str]) -> Result<()> {
     let found = Modules::find(unpacked)?;
     let present = found.load_order(present)?.len();

@@ -23,7 +23,8 @@ use crate::userland::{make_ext4, needed_libraries, search_path};
 
 const RUN: &str = include_str!("../scripts/run.sh");
 const GUEST_FUNCTIONS: &str = include_str!("../scripts/guest-functions.sh");
-/// The exit status of a job whose guest hung at boot, or ended without output (`EX_TEMPFAIL` of sysexits.h).
+/// The exit status of a job whose guest hung at boot, or ended without output (`EX_TEMPFAIL` of
+/// sysexits.h).
 const TRY_AGAIN: i32 = 75;
 /// The outer machine prints this if its processor cannot run guests. A retry would not help.
 const NO_KVM: &str = "outer: kvm_amd gives no /dev/kvm";
@@ -41,7 +42,8 @@ const NESTED_NEEDS: [(&str, &str); 2] = [
 pub struct Job {
     /// The script, for a POSIX shell.
     pub script: String,
-    /// Further files, `(name, content)`, that the script finds in `$JOB`, mostly the guests' scripts.
+    /// Further files, `(name, content)`, that the script finds in `$JOB`, mostly the guests'
+    /// scripts.
     pub files: Vec<(String, Vec<u8>)>,
     /// The `walvisor` binary.
     pub walvisor: PathBuf,
@@ -49,11 +51,13 @@ pub struct Job {
     pub limit: Duration,
     /// Space for the guests' disks in MiB. It is sparse: only what is written takes space.
     pub disk_mebibytes: u64,
-    /// The most attempts, at least 1: the job is retried if its machine or a guest on it hangs or crashes.
+    /// The most attempts, at least 1: the job is retried if its machine or a guest on it hangs or
+    /// crashes.
     pub attempts: u32,
     /// The sockets of vhost-user disks: /dev/vdc of a nested machine, and so on.
     pub disks: Vec<PathBuf>,
-    /// A socket for a network card of a nested machine: a stream of frames, each after its length. QEMU inherits it.
+    /// A socket for a network card of a nested machine: a stream of frames, each after its length.
+    /// QEMU inherits it.
     pub network: Option<Arc<OwnedFd>>,
     /// Whether the console of a nested machine is the terminal of this process, for input too.
     pub terminal: bool,
@@ -83,7 +87,8 @@ impl Job {
         self
     }
 
-    /// Runs the job on the machine of [`Machine::choose`], which a note names, and waits until it ends.
+    /// Runs the job on the machine of [`Machine::choose`], which a note names, and waits until it
+    /// ends.
     ///
     /// # Errors
     /// As [`Job::run_on`].
@@ -93,12 +98,13 @@ impl Job {
         self.run_on(machine, cache, reporter)
     }
 
-    /// Runs the job on `machine`, and waits until it ends. If the machine or a guest on it hangs or crashes, the job is
-    /// retried. Such attempts are counted, and a note reports each.
+    /// Runs the job on `machine`, and waits until it ends. If the machine or a guest on it hangs or
+    /// crashes, the job is retried. Such attempts are counted, and a note reports each.
     ///
     /// # Errors
-    /// The images cannot be built, the machine cannot be started or hangs in every attempt, or the job takes longer than
-    /// its limit. A script that fails is not an error: see [`JobOutcome::status`].
+    /// The images cannot be built, the machine cannot be started or hangs in every attempt, or the
+    /// job takes longer than its limit. A script that fails is not an error: see
+    /// [`JobOutcome::status`].
     pub fn run_on(
         &self,
         machine: Machine,
@@ -194,8 +200,8 @@ impl Job {
                 let program = base.join("program");
                 fs::create_dir(&program).at("create", &program)?;
                 copy_with_libraries(&walvisor, &program)?;
-                // The program brings its libraries, because the machine's C library may be older than the one that it was
-                // built with.
+                // The program brings its libraries, because the machine's C library may be older
+                // than the one that it was built with.
                 "at=$BASE/program; exec \"$at/loader\" --library-path \"$at\" \"$at/walvisor\" \"$@\"".to_owned()
             }
         };
@@ -238,7 +244,8 @@ impl Job {
             .ok_or_else(|| Error::Unusable(format!("the job's shell was killed: {status}")))
     }
 
-    /// Runs the script in QEMU's emulation. Returns `None` if the machine or a guest on it hung or crashed.
+    /// Runs the script in QEMU's emulation. Returns `None` if the machine or a guest on it hung or
+    /// crashed.
     fn run_nested(
         &self,
         base: &Path,
@@ -307,14 +314,16 @@ fn none_if_retry(status: i32) -> Option<i32> {
     (status != TRY_AGAIN).then_some(status)
 }
 
-/// Copies a program with its libraries to `directory`: the program as `walvisor`, its dynamic loader as `loader`.
+/// Copies a program with its libraries to `directory`: the program as `walvisor`, its dynamic
+/// loader as `loader`.
 fn copy_with_libraries(program: &Path, directory: &Path) -> Result<()> {
     let copy = |from: &Path, name: &str| {
         fs::copy(from, directory.join(name))
             .map(drop)
             .at("copy", from)
     };
-    // Strips the debug information if binutils is installed, because the nested machine reads from an emulated disk.
+    // Strips the debug information if binutils is installed, because the nested machine reads from
+    // an emulated disk.
     let stripped = directory.join("walvisor");
     let strip = Command::new("strip")
         .arg("-o")

@@ -1,4 +1,5 @@
-//! The distribution's kernel: the ELF inside its bzImage, and the modules that a guest must load, in order.
+//! The distribution's kernel: the ELF inside its bzImage, and the modules that a guest must load,
+//! in order.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
@@ -55,7 +56,8 @@ pub(crate) fn extract_vmlinux(image: &[u8]) -> Result<Vec<u8>> {
     Ok(vmlinux)
 }
 
-/// Decompresses `data` if it is in a format that kernels and modules use; otherwise returns it unchanged.
+/// Decompresses `data` if it is in a format that kernels and modules use; otherwise returns it
+/// unchanged.
 fn decompress(data: &[u8]) -> Result<Vec<u8>> {
     let (program, arguments): (&str, &[&str]) = match data {
         [0xfd, b'7', b'z', b'X', b'Z', 0, ..] => ("xz", &["-dc", "--single-stream"]),
@@ -136,8 +138,8 @@ impl Modules {
         Ok(())
     }
 
-    /// The modules `wanted` and their dependencies, uncompressed, each after those it depends on. Modules built into the
-    /// kernel are left out.
+    /// The modules `wanted` and their dependencies, uncompressed, each after those it depends on.
+    /// Modules built into the kernel are left out.
     ///
     /// # Errors
     /// A module does not exist.
@@ -182,7 +184,8 @@ fn module_name(path: &str) -> Option<String> {
     Some(stem.replace('-', "_"))
 }
 
-/// Reads the `depends=` string of a module's .modinfo section, which consists of zero-terminated strings.
+/// Reads the `depends=` string of a module's .modinfo section, which consists of zero-terminated
+/// strings.
 fn dependencies(module: &[u8]) -> Vec<String> {
     const KEY: &[u8] = b"\0depends=";
     let Some(start) = module.windows(KEY.len()).position(|window| window == KEY) else {

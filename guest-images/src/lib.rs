@@ -1,5 +1,6 @@
-//! Builds images of Linux guests from distribution packages, and runs jobs with them on a machine whose KVM can run Linux:
-//! this one, or one that QEMU emulates. The crate chooses the machine, and prints which.
+//! Builds images of Linux guests from distribution packages, and runs jobs with them on a machine
+//! whose KVM can run Linux: this one, or one that QEMU emulates. The crate chooses the machine, and
+//! prints which.
 //!
 //! ```text
 //!   apt-get download ──▶ GuestImages (cache, checksummed) ─┐
@@ -27,7 +28,8 @@
 //! cargo run -p walvisor-guest-images -- demo                       what `make demo` runs
 //! ```
 //!
-//! A job boots a guest like this (the top of `scripts/run.sh` describes everything that a job may use):
+//! A job boots a guest like this (the top of `scripts/run.sh` describes everything that a job may
+//! use):
 //!
 //! ```sh
 //! walvisor disk create a.img --size 64M
@@ -36,8 +38,9 @@
 //!     --disk path=a.img,transport=mmio --metrics "$RESULTS/metrics.json"
 //! ```
 //!
-//! The script guest.sh is, for instance, `mkfs.ext4 -q /dev/vda && mount /dev/vda /mnt && fio ... && umount /mnt`. The
-//! guest then powers off, or reboots if `guest.end=reboot` is on its command line. With `root=/dev/vda` and a copy of
+//! The script guest.sh is, for instance,
+//! `mkfs.ext4 -q /dev/vda && mount /dev/vda /mnt && fio ... && umount /mnt`. The guest then powers
+//! off, or reboots if `guest.end=reboot` is on its command line. With `root=/dev/vda` and a copy of
 //! `$IMAGES/root.ext4` as the first disk, the same script runs on that root file system.
 //!
 //! In Rust: `Job::new(script, walvisor_binary(..)?).file("guest.sh", text).run(&cache, &reporter)`.

@@ -1,5 +1,5 @@
-//! The machine that runs Linux guests: this one, if its KVM runs a kernel's ring 0 on the processor, or else one with AMD's
-//! SVM that QEMU emulates.
+//! The machine that runs Linux guests: this one, if its KVM runs a kernel's ring 0 on the
+//! processor, or else one with AMD's SVM that QEMU emulates.
 
 use walvisor_vmm::probe::{self, Ring0};
 
@@ -13,8 +13,8 @@ pub enum Machine {
 }
 
 impl Machine {
-    /// Chooses the machine, and returns the reason as one line for the user. `WALVISOR_MACHINE=direct` or `nested` overrides
-    /// the probe.
+    /// Chooses the machine, and returns the reason as one line for the user.
+    /// `WALVISOR_MACHINE=direct` or `nested` overrides the probe.
     #[must_use]
     pub fn choose() -> (Self, String) {
         let forced = std::env::var("WALVISOR_MACHINE").ok();

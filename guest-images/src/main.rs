@@ -14,7 +14,8 @@ use walvisor_guest_images::{
 #[derive(Parser)]
 #[command(version, about)]
 struct Arguments {
-    /// Where built images are kept [default: $WALVISOR_CACHE, $XDG_CACHE_HOME/walvisor, ~/.cache/walvisor]
+    /// Where built images are kept [default: $WALVISOR_CACHE, $XDG_CACHE_HOME/walvisor,
+    /// ~/.cache/walvisor]
     #[arg(long, global = true)]
     cache: Option<PathBuf>,
     #[command(subcommand)]
@@ -23,8 +24,8 @@ struct Arguments {
 
 #[derive(Subcommand)]
 enum Action {
-    /// Boots your own root image with Debian's kernel, its disk on a log: with `walvisor run` here, or nested where this
-    /// machine's KVM runs no kernel. On a terminal Ctrl-A x ends the guest
+    /// Boots your own root image with Debian's kernel, its disk on a log: with `walvisor run` here,
+    /// or nested where this machine's KVM runs no kernel. On a terminal Ctrl-A x ends the guest
     Boot {
         /// The raw image: an ext4 root file system, or a disk with one on a partition
         image: PathBuf,
@@ -40,8 +41,8 @@ enum Action {
         /// Guest memory
         #[arg(long, default_value = "512M")]
         memory: String,
-        /// A further disk, as 'walvisor run --disk' takes it; where the guest is nested, as 'walvisor serve vhost-user' does,
-        /// without socket=; may be given several times
+        /// A further disk, as 'walvisor run --disk' takes it; where the guest is nested, as
+        /// 'walvisor serve vhost-user' does, without socket=; may be given several times
         #[arg(long = "disk", value_name = "SPEC")]
         disks: Vec<String>,
         /// A network, as 'walvisor run --net' takes it; where the guest is nested, only passt
@@ -85,10 +86,12 @@ enum Action {
         /// A module to load, with its dependencies; may be given several times
         #[arg(long = "module", value_name = "NAME")]
         modules: Vec<String>,
-        /// The socket of a vhost-user disk: /dev/vda, then /dev/vdb, ...; may be given several times
+        /// The socket of a vhost-user disk: /dev/vda, then /dev/vdb, ...; may be given several
+        /// times
         #[arg(long = "disk", value_name = "SOCKET")]
         disks: Vec<PathBuf>,
-        /// With the files of this machine, read-only, in place of busybox, e2fsprogs and fio in its memory
+        /// With the files of this machine, read-only, in place of busybox, e2fsprogs and fio in its
+        /// memory
         #[arg(long)]
         files_of_this_machine: bool,
     },
@@ -96,11 +99,13 @@ enum Action {
     Emulated {
         /// The script
         script: PathBuf,
-        /// Further arguments for QEMU: disks, for instance, of which the first is /dev/vda; vhost-user works too
+        /// Further arguments for QEMU: disks, for instance, of which the first is /dev/vda;
+        /// vhost-user works too
         #[arg(last = true)]
         arguments: Vec<String>,
     },
-    /// The embedded guest, then a Debian guest that runs fio on two write-ahead-logged disks, and a table
+    /// The embedded guest, then a Debian guest that runs fio on two write-ahead-logged disks, and a
+    /// table
     Demo {
         /// The walvisor binary [default: beside this program, or built from this source tree]
         #[arg(long)]
@@ -226,8 +231,8 @@ fn user_mode(cache: &Cache, guest: &UserMode, script: &str, here: bool) -> Resul
     };
     if let Some(mut input) = guest.input() {
         std::thread::spawn(move || {
-            // The copy ends when stdin or the guest ends. Then the input is leaked, because dropping it would hang the
-            // console up.
+            // The copy ends when stdin or the guest ends. Then the input is leaked, because
+            // dropping it would hang the console up.
             let _ = std::io::copy(&mut std::io::stdin(), &mut input);
             std::mem::forget(input);
         });

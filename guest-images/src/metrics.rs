@@ -20,7 +20,8 @@ impl Metrics {
         }
     }
 
-    /// The sum of all samples of metric `name` whose label `label` is `value`; `None` if there is none.
+    /// The sum of all samples of metric `name` whose label `label` is `value`; `None` if there is
+    /// none.
     #[must_use]
     pub fn sum(&self, name: &str, label: &str, value: &str) -> Option<f64> {
         self.total(name, |labels| {

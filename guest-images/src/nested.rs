@@ -24,8 +24,9 @@ use crate::process::{LeashedChild, program_error, run};
 use crate::stop;
 use crate::userland::search_path;
 
-/// What the kernel of either machine prints when a processor is stuck. Emulated virtualization sometimes mixes up the state
-/// of a guest with its host's, and no software on that machine can recover from that.
+/// What the kernel of either machine prints when a processor is stuck. Emulated virtualization
+/// sometimes mixes up the state of a guest with its host's, and no software on that machine can
+/// recover from that.
 const STUCK: [&str; 3] = ["detected stall", "soft lockup", "stack guard page was hit"];
 /// On an idle machine the outer kernel prints its first line after 3 to 6 s.
 const BOOT_LIMIT: Duration = Duration::from_secs(90);
@@ -37,8 +38,8 @@ const SILENCE_LIMIT: Duration = Duration::from_secs(240);
 pub(crate) enum BootEnd {
     /// The machine powered off, or crashed: then the work disk has no status.
     PoweredOff,
-    /// The machine never started the job, or it hung: a kernel's watchdog reported a stuck processor, or the console fell
-    /// silent. Or a signal killed QEMU.
+    /// The machine never started the job, or it hung: a kernel's watchdog reported a stuck
+    /// processor, or the console fell silent. Or a signal killed QEMU.
     Hung,
     /// The job ran longer than its limit.
     TimedOut,
@@ -81,8 +82,8 @@ impl NestedBoot<'_> {
         });
         if let Some(socket) = self.network {
             let socket = socket.as_raw_fd();
-            // SAFETY: between fork and exec the closure only makes a system call. The descriptor is open, because the command
-            // is run while `self.network` is borrowed.
+            // SAFETY: between fork and exec the closure only makes a system call. The descriptor is
+            // open, because the command is run while `self.network` is borrowed.
             unsafe {
                 qemu.pre_exec(move || {
                     let socket = BorrowedFd::borrow_raw(socket);
@@ -113,15 +114,17 @@ impl NestedBoot<'_> {
             .arg(self.initramfs)
             .args([
                 "-append",
-                // With this log level the kernel prints only panics: other messages could interrupt the job's output. The
-                // sysctl turns a stall into a panic, so that it is printed too.
+                // With this log level the kernel prints only panics: other messages could interrupt
+                // the job's output. The sysctl turns a stall into a panic, so that it is printed
+                // too.
                 "console=ttyS0 loglevel=1 panic=-1 sysctl.kernel.panic_on_rcu_stall=1 mitigations=off",
             ])
             .arg("-drive")
             .arg(disk("images", self.images, "readonly=on"))
             .args(["-device", "virtio-blk-pci,drive=images"])
             .arg("-drive")
-            // The disk is deleted after the run, so it does not have to survive a power loss of this machine.
+            // The disk is deleted after the run, so it does not have to survive a power loss of
+            // this machine.
             .arg(disk("work", self.work, "cache=unsafe"))
             .args(["-device", "virtio-blk-pci,drive=work"])
             .args(disks)
@@ -178,7 +181,8 @@ impl NestedBoot<'_> {
     }
 }
 
-/// The mode of the terminal at stdin, which a killed QEMU does not restore. Dropping this restores it.
+/// The mode of the terminal at stdin, which a killed QEMU does not restore. Dropping this restores
+/// it.
 struct TerminalMode(Option<Termios>);
 
 impl TerminalMode {
@@ -196,7 +200,8 @@ impl Drop for TerminalMode {
     }
 }
 
-/// Copies file or directory `name` of the ext4 image `image` into directory `target`, without mounting it.
+/// Copies file or directory `name` of the ext4 image `image` into directory `target`, without
+/// mounting it.
 ///
 /// # Errors
 /// `name` is not in the image, or cannot be copied.

@@ -1,4 +1,5 @@
-//! Distribution packages: finds their versions, downloads them, and installs those that this machine lacks.
+//! Distribution packages: finds their versions, downloads them, and installs those that this
+//! machine lacks.
 
 use std::fmt::Write as _;
 use std::fs;
@@ -23,7 +24,8 @@ const GUEST_PACKAGES: [&str; 7] = [
     "xfsprogs",
 ];
 
-/// How long to wait for another apt, usually the search for updates on a machine that has just booted.
+/// How long to wait for another apt, usually the search for updates on a machine that has just
+/// booted.
 const LOCK_TIMEOUT: Duration = Duration::from_secs(120);
 
 /// One package at one version.
@@ -59,7 +61,8 @@ pub(crate) fn update(reporter: &Reporter) -> Result<()> {
     run_apt(Command::new("apt-get").args(["-q", "update"]))
 }
 
-/// Runs apt. If another apt holds the lock of the lists or the downloads, waits for up to two minutes.
+/// Runs apt. If another apt holds the lock of the lists or the downloads, waits for up to two
+/// minutes.
 fn run_apt(command: &mut Command) -> Result<()> {
     let start = Instant::now();
     loop {
@@ -77,7 +80,8 @@ fn run_apt(command: &mut Command) -> Result<()> {
     }
 }
 
-/// Asks apt what it would install on a machine without any packages, which is the closure of the dependencies.
+/// Asks apt what it would install on a machine without any packages, which is the closure of the
+/// dependencies.
 fn simulate(scratch: &Path) -> Result<Vec<Package>> {
     let nothing_installed = scratch.join("status");
     fs::write(&nothing_installed, "").at("write", &nothing_installed)?;
@@ -114,8 +118,8 @@ fn parse_install_line(line: &str) -> Option<Package> {
     })
 }
 
-/// Whether a package of the closure is used. Only programs and shared libraries are: no maintainer script runs, so Perl,
-/// dpkg and their dependencies are left out.
+/// Whether a package of the closure is used. Only programs and shared libraries are: no maintainer
+/// script runs, so Perl, dpkg and their dependencies are left out.
 fn is_needed(name: &str) -> bool {
     let meta = name == "linux-image-cloud-amd64";
     !meta
@@ -141,8 +145,8 @@ pub(crate) fn list(packages: &[Package]) -> String {
 /// Downloads `packages` (apt checks their hashes) and unpacks them below `root`.
 ///
 /// # Errors
-/// The download fails, for instance because the lists that named these versions are older than the archive; or a
-/// package cannot be unpacked.
+/// The download fails, for instance because the lists that named these versions are older than the
+/// archive; or a package cannot be unpacked.
 pub(crate) fn unpack(
     packages: &[Package],
     scratch: &Path,
@@ -188,8 +192,8 @@ fn download(packages: &[Package], directory: &Path) -> Result<()> {
     )
 }
 
-/// Of `(program, package)` pairs, installs the packages whose programs this machine lacks, and prints a note. Callers in
-/// this process take turns, so that none installs a package twice.
+/// Of `(program, package)` pairs, installs the packages whose programs this machine lacks, and
+/// prints a note. Callers in this process take turns, so that none installs a package twice.
 ///
 /// # Errors
 /// apt fails, usually because the caller is not root.

@@ -74,14 +74,15 @@ pub(crate) fn is_installed(program: &str) -> bool {
 /// Lets the child inherit `file` under the same descriptor number.
 pub(crate) fn inherit(command: &mut Command, file: &Arc<OwnedFd>) {
     let file = Arc::clone(file);
-    // SAFETY: between fork and exec the closure only makes a system call (fcntl), on a descriptor that the closure
-    // keeps open.
+    // SAFETY: between fork and exec the closure only makes a system call (fcntl), on a descriptor
+    // that the closure keeps open.
     unsafe {
         command.pre_exec(move || Ok(fcntl_setfd(&file, FdFlags::empty())?));
     }
 }
 
-/// A child that is killed when this value is dropped, or by the kernel when the thread that started it ends otherwise.
+/// A child that is killed when this value is dropped, or by the kernel when the thread that started
+/// it ends otherwise.
 pub(crate) struct LeashedChild {
     child: Child,
     whole_group: bool,
@@ -109,7 +110,8 @@ impl Read for EchoedPipe {
 }
 
 impl LeashedChild {
-    /// Starts `command`. With `whole_group` it leads a new process group, and dropping this kills the whole group.
+    /// Starts `command`. With `whole_group` it leads a new process group, and dropping this kills
+    /// the whole group.
     ///
     /// # Errors
     /// The program cannot be started.
@@ -129,13 +131,14 @@ impl LeashedChild {
         })
     }
 
-    /// From now on copies its standard output to this process's, byte by byte, so that a user sees an unfinished line that
-    /// asks for input.
+    /// From now on copies its standard output to this process's, byte by byte, so that a user sees
+    /// an unfinished line that asks for input.
     pub(crate) fn echo(&mut self) {
         self.echoed = true;
     }
 
-    /// Takes the writing end of the child's standard input, if that is a pipe. Only the first call returns it.
+    /// Takes the writing end of the child's standard input, if that is a pipe. Only the first call
+    /// returns it.
     pub(crate) fn take_input(&mut self) -> Option<ChildStdin> {
         self.child.stdin.take()
     }
@@ -171,9 +174,9 @@ impl LeashedChild {
         self.child.wait()
     }
 
-    /// Waits until the child ends. Calls `each` with every line of its standard output, which must be a pipe, and with
-    /// `None` whenever 0.2 s pass without a line. If `each` returns `Break`, or a signal has asked this process to end,
-    /// returns `None` without waiting further.
+    /// Waits until the child ends. Calls `each` with every line of its standard output, which must
+    /// be a pipe, and with `None` whenever 0.2 s pass without a line. If `each` returns `Break`, or
+    /// a signal has asked this process to end, returns `None` without waiting further.
     ///
     /// # Errors
     /// The child cannot be waited for.
@@ -261,7 +264,8 @@ mod tests {
         assert_eq!(given_up, None);
         drop(leashed);
         let start = Instant::now();
-        // The grandchild is reaped by init, or stays a zombie where init does not reap: both are dead.
+        // The grandchild is reaped by init, or stays a zombie where init does not reap: both are
+        // dead.
         while std::fs::read_to_string(format!("/proc/{grandchild}/stat"))
             .is_ok_and(|stat| !stat.contains(") Z "))
         {

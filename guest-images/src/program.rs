@@ -18,8 +18,9 @@ pub fn walvisor_binary(profile: &str) -> Result<PathBuf> {
     }
 }
 
-/// The `walvisor` binary for a user: `$WALVISOR` if that is set, or else the one beside this program, or else a release
-/// build by cargo. That takes minutes, so a note says so, and cargo shows its progress.
+/// The `walvisor` binary for a user: `$WALVISOR` if that is set, or else the one beside this
+/// program, or else a release build by cargo. That takes minutes, so a note says so, and cargo
+/// shows its progress.
 ///
 /// # Errors
 /// The program does not build.
@@ -35,11 +36,12 @@ pub fn sibling_or_built(reporter: &Reporter) -> Result<PathBuf> {
     walvisor_binary("release")
 }
 
-/// Removes the variables about a test's package, which `cargo test` sets, from the environment of `command`.
+/// Removes the variables about a test's package, which `cargo test` sets, from the environment of
+/// `command`.
 ///
-/// Build scripts declare which variables they read, and cargo runs them again when one changes. `ring` reads
-/// `CARGO_PKG_NAME`, so a cargo started by a test would rebuild everything that depends on it, and so would the next
-/// `cargo test`.
+/// Build scripts declare which variables they read, and cargo runs them again when one changes.
+/// `ring` reads `CARGO_PKG_NAME`, so a cargo started by a test would rebuild everything that
+/// depends on it, and so would the next `cargo test`.
 pub fn without_cargo(command: &mut Command) -> &mut Command {
     const PREFIXES: [&str; 4] = [
         "CARGO_PKG_",
@@ -74,8 +76,8 @@ pub fn program(name: &str, profile: &str) -> Result<PathBuf> {
         command.stderr(Stdio::inherit());
     }
     if profile == "dev" {
-        // With an example, cargo selects the same dependency features as `cargo test --workspace`. With other features it
-        // would rebuild nearly everything.
+        // With an example, cargo selects the same dependency features as `cargo test --workspace`.
+        // With other features it would rebuild nearly everything.
         command.args(["--example", "embed"]);
     }
     let output = run(&mut command)?;

@@ -1,6 +1,7 @@
-//! Temporary directories below the cache, one per build or run. They hold gigabytes (sparse) for a while, and must not
-//! pile up when their owner is killed. Each has a lock file, which the kernel unlocks when the owner ends; the next
-//! process that creates a directory removes those whose lock is free.
+//! Temporary directories below the cache, one per build or run. They hold gigabytes (sparse) for a
+//! while, and must not pile up when their owner is killed. Each has a lock file, which the kernel
+//! unlocks when the owner ends; the next process that creates a directory removes those whose lock
+//! is free.
 
 use std::fs::{self, File};
 use std::path::Path;

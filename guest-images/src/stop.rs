@@ -14,7 +14,8 @@ use crate::error::{Error, Result};
 /// The signal that asked this process to end; 0 if none did.
 static SIGNAL: AtomicI32 = AtomicI32::new(0);
 
-/// A process that is not signalled, because its starter ends it after the processes that use it; 0 if there is none.
+/// A process that is not signalled, because its starter ends it after the processes that use it; 0
+/// if there is none.
 static EXEMPT: AtomicI32 = AtomicI32::new(0);
 
 /// How long the children may take: a `walvisor` powers its guest off, and closes its disks.
@@ -22,8 +23,8 @@ const CHILDREN_TIMEOUT: Duration = Duration::from_secs(60);
 /// How long this process may take to remove its directories once it has no children.
 const CLEANUP_TIME: Duration = Duration::from_secs(2);
 
-/// From now on a signal that asks this process to end is passed on to all its descendants, and ends this process after
-/// them. Call it while the process has only one thread.
+/// From now on a signal that asks this process to end is passed on to all its descendants, and ends
+/// this process after them. Call it while the process has only one thread.
 ///
 /// # Errors
 /// The system refuses a descriptor or a thread.
@@ -55,8 +56,8 @@ pub fn end_children_first() -> io::Result<()> {
     Ok(())
 }
 
-/// Leaves it to the caller to end `process`: a disk's daemon must not end before the QEMU that uses it, which would wait
-/// for the daemon to come back.
+/// Leaves it to the caller to end `process`: a disk's daemon must not end before the QEMU that uses
+/// it, which would wait for the daemon to come back.
 pub(crate) fn exempt(process: Pid) {
     EXEMPT.store(process.as_raw_nonzero().get(), Ordering::Relaxed);
 }

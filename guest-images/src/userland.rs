@@ -1,5 +1,5 @@
-//! A guest's file tree: programs of the unpacked packages with just the shared libraries that they need, packed into an
-//! initramfs archive or an ext4 image.
+//! A guest's file tree: programs of the unpacked packages with just the shared libraries that they
+//! need, packed into an initramfs archive or an ext4 image.
 
 use std::fs::{self, File};
 use std::os::unix::fs::symlink;
@@ -63,8 +63,8 @@ impl FileTree {
         Ok(())
     }
 
-    /// Installs `program` of the unpacked packages as `/bin/<its name>`, with the libraries that it needs. Replaces a
-    /// busybox link of that name.
+    /// Installs `program` of the unpacked packages as `/bin/<its name>`, with the libraries that it
+    /// needs. Replaces a busybox link of that name.
     pub(crate) fn program(&self, packages: &Path, program: &str) -> Result<()> {
         let source = find_in_packages(packages, program)?;
         let name = source
@@ -105,8 +105,8 @@ impl FileTree {
         symlink(program, &link).at("create", &link)
     }
 
-    /// Packs the tree into `archive` in the kernel's initramfs format (cpio newc). The kernel unpacks any number of
-    /// concatenated archives.
+    /// Packs the tree into `archive` in the kernel's initramfs format (cpio newc). The kernel
+    /// unpacks any number of concatenated archives.
     pub(crate) fn pack_initramfs(&self, archive: &Path) -> Result<()> {
         let mut names = Vec::new();
         list(&self.root, &self.root, &mut names)?;
@@ -152,7 +152,8 @@ impl FileTree {
 pub(crate) fn make_ext4(content: &Path, image: &Path, mebibytes: u64) -> Result<()> {
     run(Command::new("mke2fs")
         .env("PATH", search_path())
-        // The file system is mounted only for minutes, so its journal and inode tables are not worth zeroing.
+        // The file system is mounted only for minutes, so its journal and inode tables are not
+        // worth zeroing.
         .args([
             "-q",
             "-F",
@@ -170,7 +171,8 @@ pub(crate) fn make_ext4(content: &Path, image: &Path, mebibytes: u64) -> Result<
     Ok(())
 }
 
-/// The search path with the directories of the file system tools, which may not be on an ordinary user's path.
+/// The search path with the directories of the file system tools, which may not be on an ordinary
+/// user's path.
 pub(crate) fn search_path() -> String {
     format!(
         "{}:/usr/sbin:/sbin",
@@ -178,7 +180,8 @@ pub(crate) fn search_path() -> String {
     )
 }
 
-/// Runs a `command` that lists libraries as the dynamic loader does, and returns `(file name, path)` for each.
+/// Runs a `command` that lists libraries as the dynamic loader does, and returns
+/// `(file name, path)` for each.
 ///
 /// # Errors
 /// A library is missing.
@@ -186,7 +189,8 @@ pub(crate) fn needed_libraries(command: &mut Command) -> Result<Vec<(String, Pat
     let output = run(command)?;
     let mut libraries = Vec::new();
     for line in String::from_utf8_lossy(&output.stdout).lines() {
-        // `libaio.so.1 => /lib/x86_64-linux-gnu/libaio.so.1 (0x...)`. Lines of the vDSO and the loader have no arrow.
+        // `libaio.so.1 => /lib/x86_64-linux-gnu/libaio.so.1 (0x...)`. Lines of the vDSO and the
+        // loader have no arrow.
         let Some((name, rest)) = line.trim().split_once(" => ") else {
             continue;
         };
@@ -212,7 +216,8 @@ fn find_in_packages(packages: &Path, path: &str) -> Result<PathBuf> {
         .ok_or_else(|| Error::Unusable(format!("the downloaded packages do not contain {path}")))
 }
 
-/// The library directories of the unpacked packages, with their private subdirectories (ceph has one).
+/// The library directories of the unpacked packages, with their private subdirectories (ceph has
+/// one).
 fn library_directories(packages: &Path) -> Result<Vec<String>> {
     let mut directories = Vec::new();
     for parent in [

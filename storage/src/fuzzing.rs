@@ -1,9 +1,10 @@
 //! Recovery of a log with arbitrary bytes: the entry point of the fuzz target in `fuzz/`.
 //!
-//! An *input* encodes a log: a byte with the numbers of segments and of saved files and whether to correct checksums,
-//! then pieces of the files (`file: u8, place in units of 64 bytes: u16, length: u16, bytes`; file 0 is the control
-//! file, segments follow, and then saved files), all little-endian; every other byte is zero. With corrected checksums
-//! a changed field gets past the checks, as deep as the code goes.
+//! An *input* encodes a log: a byte with the numbers of segments and of saved files and whether to
+//! correct checksums, then pieces of the files
+//! (`file: u8, place in units of 64 bytes: u16, length: u16, bytes`; file 0 is the control file,
+//! segments follow, and then saved files), all little-endian; every other byte is zero. With
+//! corrected checksums a changed field gets past the checks, as deep as the code goes.
 
 use std::collections::HashMap;
 use std::ffi::OsString;
@@ -346,11 +347,12 @@ impl FileSystem for Files {
 /// The contents of the disks: disk id, first sector, sectors, and the place of each extent's bytes.
 type Extents = Vec<(u32, u64, u64, String)>;
 
-/// Reads the whole log and recovers it, twice: it ends with an error, or with the same store each time.
+/// Reads the whole log and recovers it, twice: it ends with an error, or with the same store each
+/// time.
 ///
 /// # Panics
-/// If recovery panics, reads forever, or returns a store that can't be read or differs from one recovery to the
-/// next.
+/// If recovery panics, reads forever, or returns a store that can't be read or differs from one
+/// recovery to the next.
 pub fn recover_input(input: &[u8]) {
     let files = Files::new(input);
     let Ok(first) = recover_once(&files) else {

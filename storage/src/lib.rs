@@ -11,9 +11,9 @@
 //!                        ▼
 //!                  keeper: checkpoint to the base image, recycle segments
 //! ```
-//! A [`Disk`] is a [`Backend`] and a [`Port`] is a [`BackendQueue`] of `walvisor-block`, whose types are part of this
-//! API. [`RawDisk`], a raw image without a log, and [`Look`], a disk as it was at a point in its history, are backends
-//! too.
+//! A [`Disk`] is a [`Backend`] and a [`Port`] is a [`BackendQueue`] of `walvisor-block`, whose
+//! types are part of this API. [`RawDisk`], a raw image without a log, and [`Look`], a disk as it
+//! was at a point in its history, are backends too.
 //!
 //! The folders are layers. Each imports only from itself and from those after it in this list:
 //! `raw` (raw images), `offline` (opening, closing, and all work on disks that are not in use),

@@ -1,24 +1,28 @@
 //! Faults planted in the store, to check that its tests notice them.
 //!
-//! [`planted`] is constant `false` outside this crate's own tests, so the compiler removes the code that it guards.
+//! [`planted`] is constant `false` outside this crate's own tests, so the compiler removes the code
+//! that it guards.
 
-/// The faults. What a medium can do wrong is planted in the simulated medium (the second half). The others are planted
-/// in the store's own code, because the medium can't express them; each one says why.
+/// The faults. What a medium can do wrong is planted in the simulated medium (the second half). The
+/// others are planted in the store's own code, because the medium can't express them; each one says
+/// why.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Mutant {
-    /// A checkpoint frees log segments whose copies in the base image were not synced. The medium cannot tell the
-    /// checkpoint's sync of an image from the syncs of opening, resizing and closing.
+    /// A checkpoint frees log segments whose copies in the base image were not synced. The medium
+    /// cannot tell the checkpoint's sync of an image from the syncs of opening, resizing and
+    /// closing.
     SkipBaseSync,
-    /// Base images are synced while the last writes to them are still in flight. The medium does not know which
-    /// write of a checkpoint is the last.
+    /// Base images are synced while the last writes to them are still in flight. The medium does
+    /// not know which write of a checkpoint is the last.
     BaseSyncTooEarly,
-    /// A checkpoint copies records that are not durable in the log yet. The medium does not know which records a
-    /// write to a base image copies.
+    /// A checkpoint copies records that are not durable in the log yet. The medium does not know
+    /// which records a write to a base image copies.
     CopyBeforeDurable,
-    /// A checkpoint writes a stripe without having read what lies between its extents. The medium does not know why a
-    /// base image is read.
+    /// A checkpoint writes a stripe without having read what lies between its extents. The medium
+    /// does not know why a base image is read.
     StripeUnread,
-    /// A checkpoint overwrites parts of a base image that an export has not copied. The medium does not know of exports.
+    /// A checkpoint overwrites parts of a base image that an export has not copied. The medium does
+    /// not know of exports.
     ExportUnsaved,
     /// A checkpoint ends although the map of a spill file does not have what it wrote there. The
     /// medium does not know what the file means.
@@ -31,12 +35,14 @@ pub(crate) enum Mutant {
     SpillUnsure,
     /// An image's samples are of the page cache, which may not be what the image has.
     CopyBackTrustsCache,
-    /// Segments are reused before the control file says that they are free. The ring of segments is in memory.
+    /// Segments are reused before the control file says that they are free. The ring of segments is
+    /// in memory.
     RecycleEarly,
-    /// Recovery ignores how far the control file says that the log was durable. The medium does not know what the file means.
+    /// Recovery ignores how far the control file says that the log was durable. The medium does not
+    /// know what the file means.
     DurableLsnIgnored,
-    /// Only one slot of the control file says how far the log was durable when the segments that prove it are wiped. The medium does
-    /// not know what the file means.
+    /// Only one slot of the control file says how far the log was durable when the segments that
+    /// prove it are wiped. The medium does not know what the file means.
     ProofInOneSlot,
     /// LSNs of a torn tail are reused. Recovery chooses the next LSN in memory.
     LsnRestart,
@@ -46,22 +52,25 @@ pub(crate) enum Mutant {
     DropLastDescriptor,
     /// A DISCARD reaches the log but not the index. The index is in memory.
     IndexSkipsDiscard,
-    /// A write is reported as written as soon as it has an LSN. The report is not an operation of the medium.
+    /// A write is reported as written as soon as it has an LSN. The report is not an operation of
+    /// the medium.
     AnsweredUnwritten,
-    /// A mark is reported as durable as soon as it has an LSN. The report is not an operation of the medium.
+    /// A mark is reported as durable as soon as it has an LSN. The report is not an operation of
+    /// the medium.
     MarkAnsweredEarly,
     /// Recovery omits the last batch. The medium does not know where a batch ends.
     RecoveryStopsEarly,
-    /// Recovery takes recycled segments for part of the log. The bytes are read correctly; it is the check that is
-    /// missing.
+    /// Recovery takes recycled segments for part of the log. The bytes are read correctly; it is
+    /// the check that is missing.
     RecoveryAcceptsStale,
-    /// Recovery does not check payload checksums. The bytes are read; it is the check that is missing.
+    /// Recovery does not check payload checksums. The bytes are read; it is the check that is
+    /// missing.
     RecoverySkipsChecksum,
-    /// Recovery trusts the summary of a segment although its batches may not be durable. The medium does not know of
-    /// summaries.
+    /// Recovery trusts the summary of a segment although its batches may not be durable. The medium
+    /// does not know of summaries.
     SummaryTrustedUnsynced,
-    /// Recovery trusts any summary with a right checksum, even from an earlier use of its segment. The bytes are read
-    /// correctly; it is the check that is missing.
+    /// Recovery trusts any summary with a right checksum, even from an earlier use of its segment.
+    /// The bytes are read correctly; it is the check that is missing.
     SummaryTrustedStale,
     /// Recovery omits the last batch of a summary. The medium does not know where a batch ends.
     SummaryStopsEarly,
@@ -69,11 +78,14 @@ pub(crate) enum Mutant {
     PointReadsNewer,
     /// A fold passes a pin. Pins are in memory.
     FoldPassesPin,
-    /// A copy to the base images does not save what a snapshot needs. The medium does not know of snapshots.
+    /// A copy to the base images does not save what a snapshot needs. The medium does not know of
+    /// snapshots.
     SnapshotUnsaved,
-    /// What was saved for a snapshot is not made durable. The medium does not know which files are saved ones.
+    /// What was saved for a snapshot is not made durable. The medium does not know which files are
+    /// saved ones.
     SavedUnsynced,
-    /// What was saved for a snapshot is saved again when it is overwritten again. The medium does not know of snapshots.
+    /// What was saved for a snapshot is saved again when it is overwritten again. The medium does
+    /// not know of snapshots.
     SavedAgain,
     /// A fold ends between the two points of a rewind. The medium does not know of rewinds.
     FoldSplitsRewind,
@@ -85,74 +97,85 @@ pub(crate) enum Mutant {
     FoldSkipsZeroes,
     /// After a fold the index forgets newer bytes too. The index is in memory.
     FoldForgetsNewer,
-    /// A fold takes a newer record out of the index because it is in the same segment. The index is in memory.
+    /// A fold takes a newer record out of the index because it is in the same segment. The index is
+    /// in memory.
     FoldForgetsSegment,
     /// The changes since a snapshot leave out DISCARDs. The index is in memory.
     ChangesMissDiscard,
     /// A segment's batches leave no room for its summary. The ring of segments is in memory.
     SummaryUnreserved,
-    /// Readers of the log and checkpoints do not check payload checksums. The bytes are read; it is the check that is
-    /// missing.
+    /// Readers of the log and checkpoints do not check payload checksums. The bytes are read; it is
+    /// the check that is missing.
     ReadSkipsChecksum,
-    /// Every control write goes to the same slot. Moving the bytes within the medium would not change the slot that
-    /// the store takes for the newest.
+    /// Every control write goes to the same slot. Moving the bytes within the medium would not
+    /// change the slot that the store takes for the newest.
     ControlInPlace,
-    /// A control slot is used even if its checksum is wrong. The bytes are read; it is the check that is missing.
+    /// A control slot is used even if its checksum is wrong. The bytes are read; it is the check
+    /// that is missing.
     ControlChecksumIgnored,
-    /// Recovery uses a control slot that may be in the cache only. The medium cannot tell the write that confirms a
-    /// slot from the others.
+    /// Recovery uses a control slot that may be in the cache only. The medium cannot tell the write
+    /// that confirms a slot from the others.
     RecoveryTrustsControl,
-    /// Requests that wait for room are not failed when the full ring can't be emptied. Waiters are in memory.
+    /// Requests that wait for room are not failed when the full ring can't be emptied. Waiters are
+    /// in memory.
     StuckWaitersForgotten,
     /// Requests that wait when the log fails are never completed. Waiters are in memory.
     WaiterLostOnError,
-    /// The writer does not write the records that ports wait for and that came while it wrote a batch. The medium
-    /// does not know of waiters.
+    /// The writer does not write the records that ports wait for and that came while it wrote a
+    /// batch. The medium does not know of waiters.
     WrittenForgotten,
     /// A port keeps a batch that it has written until it is polled next. The medium does not know
     /// who ends a batch, and when.
     #[cfg(test)]
     BatchKept,
-    /// A leader that leaves does not call another to take its place. Wake-ups are not operations of the medium.
+    /// A leader that leaves does not call another to take its place. Wake-ups are not operations of
+    /// the medium.
     LeaderLeavesSilently,
-    /// A port clears its wake-up signal after it looked for work, not before. Wake-ups are not operations of the
-    /// medium.
+    /// A port clears its wake-up signal after it looked for work, not before. Wake-ups are not
+    /// operations of the medium.
     SignalClearedLate,
-    /// A port that waits for a free segment is never woken. Wake-ups are not operations of the medium.
+    /// A port that waits for a free segment is never woken. Wake-ups are not operations of the
+    /// medium.
     SegmentFreedSilently,
-    /// A base image is marked as closed before everything is copied to it. The medium does not know what is still to
-    /// be copied.
+    /// A base image is marked as closed before everything is copied to it. The medium does not know
+    /// what is still to be copied.
     ClosedEarly,
-    /// A close that cuts a checkpoint short carries on as if everything were copied. The medium does not know what is
-    /// still to be copied.
+    /// A close that cuts a checkpoint short carries on as if everything were copied. The medium
+    /// does not know what is still to be copied.
     CutTakenForWhole,
-    /// A close that cuts a checkpoint short marks the base images as closed. The medium does not know what is still to
-    /// be copied.
+    /// A close that cuts a checkpoint short marks the base images as closed. The medium does not
+    /// know what is still to be copied.
     CutMarkedClosed,
-    /// A close that cuts a checkpoint short leaves records that are not durable. The medium does not know of records.
+    /// A close that cuts a checkpoint short leaves records that are not durable. The medium does
+    /// not know of records.
     CutUndrained,
-    /// A base image's length changes before the log knows of it. The medium cannot tell the control write that
-    /// announces a length from the others.
+    /// A base image's length changes before the log knows of it. The medium cannot tell the control
+    /// write that announces a length from the others.
     ResizeUnannounced,
-    /// The cached bytes of a base image are trusted when its disk is attached. The medium cannot tell the sync of
-    /// attaching from the others.
+    /// The cached bytes of a base image are trusted when its disk is attached. The medium cannot
+    /// tell the sync of attaching from the others.
     AttachTrustsCache,
-    /// A log is opened without making the names in its directory durable. The medium cannot tell this sync of a
-    /// directory from the one that follows a new name.
+    /// A log is opened without making the names in its directory durable. The medium cannot tell
+    /// this sync of a directory from the one that follows a new name.
     OpenTrustsNames,
-    /// A control file gets its name before anything is written to it. The medium can't write what it does not have yet.
+    /// A control file gets its name before anything is written to it. The medium can't write what
+    /// it does not have yet.
     ControlNamedUnwritten,
     /// Discarding a disk's records keeps the newest. The medium does not know of records.
     DiscardKeepsRecord,
-    /// A log that shrinks removes segment files that hold a part of it. The medium does not know what segments hold.
+    /// A log that shrinks removes segment files that hold a part of it. The medium does not know
+    /// what segments hold.
     ShrinkDropsLive,
-    /// A disk leaves its log before its image has all bytes. The medium does not know what the log holds.
+    /// A disk leaves its log before its image has all bytes. The medium does not know what the log
+    /// holds.
     LeaveUncopied,
-    /// A disk leaves a log in use before its image has all bytes. The medium does not know what the log holds.
+    /// A disk leaves a log in use before its image has all bytes. The medium does not know what the
+    /// log holds.
     RemoveUncopied,
     /// A disk in use is restored in place in memory only. The medium does not know of restores.
     RewindUnwritten,
-    /// Deleting a snapshot also deletes saved files that older ones need. The medium does not know of snapshots.
+    /// Deleting a snapshot also deletes saved files that older ones need. The medium does not know
+    /// of snapshots.
     DeletedForOlder,
     // The faults below are those of the medium: they are planted in the simulated medium.
     /// The names of a new log, of its directory and its control file, never become durable.
@@ -223,7 +246,8 @@ pub(crate) fn planted(mutant: Mutant) -> bool {
     }
 }
 
-/// Whether any fault is planted in this thread. Then the tests' oracle should notice it, not an assertion.
+/// Whether any fault is planted in this thread. Then the tests' oracle should notice it, not an
+/// assertion.
 #[inline]
 pub(crate) fn any_planted() -> bool {
     #[cfg(test)]
@@ -238,7 +262,8 @@ thread_local! {
     pub(crate) static PLANTED: std::cell::Cell<Option<Mutant>> = const { std::cell::Cell::new(None) };
 }
 
-/// Returns the payload; if the fault is planted, changed, as a guest could change it if it were not copied first.
+/// Returns the payload; if the fault is planted, changed, as a guest could change it if it were not
+/// copied first.
 pub(crate) fn changed_after_checksum(mut data: crate::Buffer) -> crate::Buffer {
     if planted(Mutant::ChecksumBeforeCopy) {
         data[0] ^= 0xff;
@@ -254,8 +279,9 @@ pub(crate) fn described<T>(records: &[T]) -> &[T] {
     }
 }
 
-/// Whether, because of a planted fault, a failing waiter is left without its completion. `failed`: the whole log has
-/// failed. The keeper's own waiter, token 0, is spared, or the keeper would wait for ever.
+/// Whether, because of a planted fault, a failing waiter is left without its completion. `failed`:
+/// the whole log has failed. The keeper's own waiter, token 0, is spared, or the keeper would wait
+/// for ever.
 pub(crate) fn is_forgotten(token: u64, failed: bool) -> bool {
     let fault = if failed {
         Mutant::WaiterLostOnError

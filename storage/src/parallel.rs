@@ -2,7 +2,8 @@
 
 use std::collections::BTreeMap;
 use std::num::NonZeroUsize;
-// Not `crate::sync`: a running store's threads do not use this module, and a simulated medium is read on one thread.
+// Not `crate::sync`: a running store's threads do not use this module, and a simulated medium is
+// read on one thread.
 use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread;
 
@@ -15,9 +16,10 @@ pub(crate) fn thread_count(threads: Option<NonZeroUsize>) -> usize {
     threads.map_or(1, usize::from)
 }
 
-/// Runs `work` on each of `parts` with up to `threads` threads, and hands the results to `take`, in order and in the
-/// calling thread, so that `take` sees the same whatever the number of threads. When `take` returns `Ok(false)` or an
-/// error, all work ends. Some later parts may then have been started for nothing; with one thread, none.
+/// Runs `work` on each of `parts` with up to `threads` threads, and hands the results to `take`, in
+/// order and in the calling thread, so that `take` sees the same whatever the number of threads.
+/// When `take` returns `Ok(false)` or an error, all work ends. Some later parts may then have been
+/// started for nothing; with one thread, none.
 ///
 /// # Errors
 /// Those of `take`.
@@ -110,7 +112,8 @@ impl<'a, T, R> SharedWork<'a, T, R> {
 
     /// The loop of a helping thread.
     fn help(&self, work: impl Fn(T) -> R) {
-        // A panic leaves a part without a result, for which `next` would wait for ever; so end all work.
+        // A panic leaves a part without a result, for which `next` would wait for ever; so end all
+        // work.
         let ending = StopGuard(self);
         loop {
             let busy = |state: &mut WorkState<'a, T, R>| {
@@ -132,8 +135,8 @@ impl<'a, T, R> SharedWork<'a, T, R> {
         std::mem::forget(ending);
     }
 
-    /// The next part's result, in order; `None` after the last. `alone`: the work to do here, if there are no helping
-    /// threads.
+    /// The next part's result, in order; `None` after the last. `alone`: the work to do here, if
+    /// there are no helping threads.
     fn next(&self, alone: Option<impl Fn(T) -> R>) -> Option<R> {
         let mut state = self.lock();
         loop {
@@ -143,7 +146,8 @@ impl<'a, T, R> SharedWork<'a, T, R> {
                 self.changed.notify_all();
                 return Some(result);
             }
-            // Check for a panic before any wait: it may have happened while this thread was not waiting.
+            // Check for a panic before any wait: it may have happened while this thread was not
+            // waiting.
             assert!(state.begun != usize::MAX, "a thread that helped panicked");
             if state.ended && state.begun == state.taken {
                 return None;
@@ -174,8 +178,8 @@ impl<T, R> Drop for StopGuard<'_, '_, T, R> {
     }
 }
 
-/// A progress callback: bytes done so far, and in total. In a transfer, bytes of the disk, holes included; in a
-/// recovery, bytes of the log's segments.
+/// A progress callback: bytes done so far, and in total. In a transfer, bytes of the disk, holes
+/// included; in a recovery, bytes of the log's segments.
 pub type Progress<'a> = &'a mut dyn FnMut(u64, u64);
 
 #[cfg(test)]

@@ -1,5 +1,5 @@
-//! Threads, locks and events: the standard library's, or in the interleaving tests those of `shuttle`, which decides
-//! at each of their operations which thread runs next.
+//! Threads, locks and events: the standard library's, or in the interleaving tests those of
+//! `shuttle`, which decides at each of their operations which thread runs next.
 
 use std::io;
 use std::os::fd::BorrowedFd;
@@ -22,8 +22,8 @@ pub(crate) use stepped::now;
 pub(crate) use stepped::sleep;
 use vmm_sys_util::eventfd::{EFD_CLOEXEC, EFD_NONBLOCK, EventFd};
 
-/// A flag that a thread sleeps on until another thread sets it. It stays set until it is cleared, so no wake-up is
-/// lost. Waking is faster than with a descriptor.
+/// A flag that a thread sleeps on until another thread sets it. It stays set until it is cleared,
+/// so no wake-up is lost. Waking is faster than with a descriptor.
 #[derive(Debug, Default)]
 pub(crate) struct WakeFlag {
     called: Mutex<bool>,
@@ -61,7 +61,8 @@ impl WakeFlag {
     }
 }
 
-/// The same as a descriptor, which a thread can poll among others. A signal stays until it is cleared, so none is lost.
+/// The same as a descriptor, which a thread can poll among others. A signal stays until it is
+/// cleared, so none is lost.
 #[derive(Debug)]
 pub(crate) struct Event {
     fd: EventFd,
@@ -170,7 +171,8 @@ pub(crate) fn wait_timeout_while<'a, T>(
     waited.expect("lock").0
 }
 
-/// A clock that only the thread's own reads and sleeps advance, so that one seed gives one run on any machine.
+/// A clock that only the thread's own reads and sleeps advance, so that one seed gives one run on
+/// any machine.
 #[cfg(test)]
 pub(crate) mod stepped {
     use std::cell::Cell;

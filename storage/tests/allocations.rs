@@ -111,8 +111,8 @@ fn writes_flushes_and_reads_reuse_memory() {
             // A group may begin before the buffers of the last, completed group are given back.
             let both = (0..2 * 65).map(|_| Buffer::from(&client.block[..]));
             drop(both.collect::<Vec<_>>());
-            // Now every block is written, lists have their final capacity, and the keeper has its two segments
-            // ready.
+            // Now every block is written, lists have their final capacity, and the keeper has its
+            // two segments ready.
             client.allocations(64, 64, Client::write);
             client.allocations(16, 64, Client::read);
             let segment = place.log().join("segment-00002");
@@ -128,7 +128,8 @@ fn writes_flushes_and_reads_reuse_memory() {
                 few as f64 / 100.0,
                 reads as f64 / 100.0
             );
-            // Requests and groups allocate nothing, not even every other group. A stray allocation is no error.
+            // Requests and groups allocate nothing, not even every other group. A stray allocation
+            // is no error.
             let most = many.max(few).max(reads);
             assert!(most < 50, "{many}, {few} and {reads} in 100 groups");
             drop(client);

@@ -1,4 +1,5 @@
-//! What has changed since each snapshot: exact, while the disk is in use, after a kill, and in a look at the past.
+//! What has changed since each snapshot: exact, while the disk is in use, after a kill, and in a
+//! look at the past.
 
 mod support;
 

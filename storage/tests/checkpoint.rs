@@ -21,8 +21,8 @@ fn small() -> StoreOptions {
     }
 }
 
-/// Writes `count` blocks of 4 KiB, the i-th to block `place(i)`, and closes. Returns the counters, and the most memory
-/// that the index took.
+/// Writes `count` blocks of 4 KiB, the i-th to block `place(i)`, and closes. Returns the counters,
+/// and the most memory that the index took.
 fn written(
     options: &StoreOptions,
     count: u64,
@@ -52,8 +52,8 @@ fn written(
     (disk.log_counters(), most)
 }
 
-/// The goals: at most 2.05 bytes for each byte that is written once, and close to 1.1 for a few blocks that are
-/// overwritten repeatedly.
+/// The goals: at most 2.05 bytes for each byte that is written once, and close to 1.1 for a few
+/// blocks that are overwritten repeatedly.
 #[test]
 fn overwritten_blocks_are_copied_once() {
     let count = 8192;
@@ -64,14 +64,15 @@ fn overwritten_blocks_are_copied_once() {
     assert!((uniform.log_bytes + uniform.base_bytes) as f64 / bytes <= 2.05);
     let (hot, _) = written(&small(), count, 64, |i| i % 64);
     println!("hot: {hot:?}");
-    // Each checkpoint copies the hot blocks once. The number of checkpoints depends on when the keeper gets to run:
-    // four at best, each 0.8 % of all bytes written. Three times as many are still little compared to copying every
-    // write.
+    // Each checkpoint copies the hot blocks once. The number of checkpoints depends on when the
+    // keeper gets to run: four at best, each 0.8 % of all bytes written. Three times as many are
+    // still little compared to copying every write.
     assert!(hot.base_bytes <= hot.checkpoints * 64 * BLOCK);
     assert!((hot.log_bytes + hot.base_bytes) as f64 / bytes <= 1.17);
 }
 
-/// Writes wait for checkpoints where the index takes too much memory, however much room the log has.
+/// Writes wait for checkpoints where the index takes too much memory, however much room the log
+/// has.
 #[test]
 fn an_index_takes_no_more_memory_than_it_may() {
     let (count, limit) = (8192, 16 << 10);
@@ -93,8 +94,8 @@ fn an_index_takes_no_more_memory_than_it_may() {
     assert_eq!((little.index_bytes, usual.index_bytes), (0, 0));
 }
 
-/// Adjacent sectors go to the base image together, even if they were written at different times. A discard of
-/// several parts makes one hole.
+/// Adjacent sectors go to the base image together, even if they were written at different times. A
+/// discard of several parts makes one hole.
 #[test]
 fn neighbours_are_copied_together() {
     let place = Place::new();

@@ -9,7 +9,8 @@ use walvisor_storage::{
     BlockingDisk, DiskOptions, EngineKind, ErrorKind, Image, Store, StoreOptions,
 };
 
-/// Writes of a test, each to a block of 4 KiB that is adjacent to no other. They fill less than half of the ring.
+/// Writes of a test, each to a block of 4 KiB that is adjacent to no other. They fill less than
+/// half of the ring.
 const BLOCKS: u64 = 60;
 
 fn open(place: &Place, close_time: Duration) -> Store {
@@ -20,8 +21,8 @@ fn open(place: &Place, close_time: Duration) -> Store {
     Store::open(&place.log(), &[DiskOptions::new(&place.disk)], &options).unwrap()
 }
 
-/// Without time to copy, a close leaves everything in the log, durable, whether or not it was flushed. The next open
-/// accepts the image and copies everything by itself.
+/// Without time to copy, a close leaves everything in the log, durable, whether or not it was
+/// flushed. The next open accepts the image and copies everything by itself.
 #[test]
 fn a_close_without_time_leaves_everything_in_the_log() {
     let place = Place::new();
@@ -76,7 +77,8 @@ fn a_close_with_time_enough_copies_what_was_left() {
     assert_eq!(std::fs::read(&place.disk).unwrap()[..4096], [7; 4096]);
 }
 
-/// A checkpoint that a caller waits for while the log is closed copies everything or fails; nothing is lost.
+/// A checkpoint that a caller waits for while the log is closed copies everything or fails; nothing
+/// is lost.
 #[test]
 fn a_checkpoint_under_way_is_cut_by_the_close() {
     for _ in 0..20 {

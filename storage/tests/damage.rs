@@ -66,8 +66,8 @@ fn a_torn_tail_is_dropped_and_its_lsns_are_not_reused() {
 
 #[test]
 fn damage_below_the_durable_lsn_is_reported_wherever_it_is() {
-    // Any bit of the headers of the first two batches, or of the segment's: the third batch says that they were
-    // durable.
+    // Any bit of the headers of the first two batches, or of the segment's: the third batch says
+    // that they were durable.
     for at in [4096, 4096 + 60, 4096 + 100, 4096 + 118, 12288 + 16, 0, 40] {
         let place = three_batches();
         let mut byte = [0];
@@ -194,8 +194,8 @@ fn an_unclosed_disk_is_not_served_without_its_log() {
     write(&mut port, 0, 1, 8);
     flush(&mut port);
     let elsewhere = place.disk.with_extension("copy");
-    // Copied with attributes, as `cp -a` does. (Not by `cp`: between fork and exec, a child would hold the locks of
-    // every test in this process.)
+    // Copied with attributes, as `cp -a` does. (Not by `cp`: between fork and exec, a child would
+    // hold the locks of every test in this process.)
     std::fs::copy(&place.disk, &elsewhere).unwrap();
     let mut mark = [0; 64];
     let attribute = "user.walvisor.disk";
@@ -221,8 +221,8 @@ fn an_unclosed_disk_is_not_served_without_its_log() {
     assert!(!default_log_dir(&elsewhere).exists());
 }
 
-/// A crash during the creation of a log leaves a control file under its unfinished name: the next attempt creates
-/// the log.
+/// A crash during the creation of a log leaves a control file under its unfinished name: the next
+/// attempt creates the log.
 #[test]
 fn a_log_whose_making_was_cut_is_made_anew() {
     let dir = tempfile::tempdir().unwrap();

@@ -1,7 +1,8 @@
 //! No command takes away the proof that a durable record is damaged.
 //!
-//! A batch that was durable and rots is told from a torn one by headers behind it, which say how far the log was durable. These
-//! may be in a segment that is no part of the log any more: a void one, or one whose own header has rotted.
+//! A batch that was durable and rots is told from a torn one by headers behind it, which say how
+//! far the log was durable. These may be in a segment that is no part of the log any more: a void
+//! one, or one whose own header has rotted.
 
 mod support;
 
@@ -75,8 +76,8 @@ impl Bench {
         Store::open(&self.log(), &disks, &options)
     }
 
-    /// A copy of the files, as a process killed now would leave them. If the control file or a mark is written meanwhile, the copy is
-    /// repeated: it would mix two moments.
+    /// A copy of the files, as a process killed now would leave them. If the control file or a mark
+    /// is written meanwhile, the copy is repeated: it would mix two moments.
     fn copy(&self) -> Self {
         let state = || {
             let control = std::fs::read(self.log().join("control")).unwrap();

@@ -1,5 +1,5 @@
-//! Exports of a disk whose log keeps history, beside a guest that fills the log faster than the export copies: the copy is
-//! the disk at one moment, and no write fails.
+//! Exports of a disk whose log keeps history, beside a guest that fills the log faster than the
+//! export copies: the copy is the disk at one moment, and no write fails.
 
 mod support;
 
@@ -127,8 +127,8 @@ impl Drop for EndGuard<'_> {
     }
 }
 
-/// Exports the disk, and calls `each` after each part. After the first call a guest begins to write, and each part waits for
-/// it, unless the log is full.
+/// Exports the disk, and calls `each` after each part. After the first call a guest begins to
+/// write, and each part waits for it, unless the log is full.
 fn export_beside_writer(
     disk: &Disk,
     at: Option<Point>,
@@ -260,7 +260,8 @@ fn a_kill_during_an_export_leaves_nothing() {
     store.close().unwrap();
 }
 
-/// What lies between the two points of a restore in place can't leave the log, so the export has to end.
+/// What lies between the two points of a restore in place can't leave the log, so the export has to
+/// end.
 #[test]
 fn an_export_ends_when_a_restore_in_place_leaves_no_room_for_it() {
     let place = Place::empty();

@@ -1,4 +1,5 @@
-//! Every state that two disks of one log had since the last checkpoint can be brought back and looked at.
+//! Every state that two disks of one log had since the last checkpoint can be brought back and
+//! looked at.
 
 mod support;
 
@@ -281,7 +282,8 @@ fn damage_below_a_point_is_an_error_of_the_reads_that_need_it() {
     assert!(std::fs::read(&raw).unwrap() == killed.states[lsn as usize - 1][0]);
 }
 
-/// Writes, discards and zeroes of two queues are read back, over the past, and nothing of them stays.
+/// Writes, discards and zeroes of two queues are read back, over the past, and nothing of them
+/// stays.
 #[test]
 fn what_is_written_to_a_look_is_thrown_away() {
     let killed = KilledLog::new();
@@ -366,7 +368,8 @@ fn a_write_that_finds_no_space_changes_nothing() {
     }
 }
 
-/// A clone is a disk of its own: it has the state of the point, takes writes, and the other disk stays as it is.
+/// A clone is a disk of its own: it has the state of the point, takes writes, and the other disk
+/// stays as it is.
 #[test]
 fn a_clone_of_any_point_is_a_disk_of_its_own() {
     let killed = KilledLog::new();

@@ -1,6 +1,7 @@
-//! Which image is taken for which disk: moved, copied, swapped, linked or replaced, on file systems with and
-//! without attributes, with and without records in the log. These tests are in a file, and so a process, of their
-//! own: between fork and exec, a child holds the locks of every other test in its parent.
+//! Which image is taken for which disk: moved, copied, swapped, linked or replaced, on file systems
+//! with and without attributes, with and without records in the log. These tests are in a file, and
+//! so a process, of their own: between fork and exec, a child holds the locks of every other test
+//! in its parent.
 
 mod support;
 
@@ -122,8 +123,8 @@ impl Site {
         store.close().unwrap();
     }
 
-    /// As [`close_both`](Self::close_both); then a process writes (11, 1) and (12, 2) and is killed, so both disks
-    /// have a record in the log.
+    /// As [`close_both`](Self::close_both); then a process writes (11, 1) and (12, 2) and is
+    /// killed, so both disks have a record in the log.
     fn kill_both(&self) {
         self.close_both();
         write_and_die(&self.log(), &[&self.image(1), &self.image(2)], 11);
@@ -143,7 +144,8 @@ impl Site {
     }
 }
 
-/// Asserts that opening is refused with a one-line error that contains each of `parts`, and changes nothing.
+/// Asserts that opening is refused with a one-line error that contains each of `parts`, and changes
+/// nothing.
 #[track_caller]
 fn refused(log: &Path, images: &[&Path], parts: &[&str]) {
     let state = || {
@@ -179,8 +181,8 @@ const UNNAMED: [&str; 4] = [
 
 const CHILD: &str = "WALVISOR_TEST_CHILD";
 
-/// Starts a process that opens the disks, writes `byte` to the first sector of the first disk, `byte + 1` to that
-/// of the second and so on, flushes, and dies.
+/// Starts a process that opens the disks, writes `byte` to the first sector of the first disk,
+/// `byte + 1` to that of the second and so on, flushes, and dies.
 fn write_and_die(log: &Path, images: &[&Path], byte: u8) {
     let mut paths = vec![log];
     paths.extend(images);
@@ -222,7 +224,8 @@ fn moved_disks_keep_their_bytes() {
         let (log, one, two) = (data.join("log"), image(&data, 1), image(&data, 2));
         site.expect(&log, &[&one, &two], &[(1, 1), (2, 2)]);
         write_and_die(&log, &[&one, &two], 11);
-        // Once more, with records in the log. One disk moves further than the other, and gets another name there.
+        // Once more, with records in the log. One disk moves further than the other, and gets
+        // another name there.
         std::fs::rename(&data, site.vms()).unwrap();
         let other = site.top.join("other.img");
         std::fs::rename(site.image(2), &other).unwrap();
@@ -355,7 +358,8 @@ fn an_older_copy_written_over_the_image_is_noticed() {
         site.close_both();
         let (one, backup) = (site.image(1), site.top.join("backup"));
         std::fs::copy(&one, &backup).unwrap();
-        // The write goes to the image, in the middle of the disk; its first and last block do not change.
+        // The write goes to the image, in the middle of the disk; its first and last block do not
+        // change.
         let store = try_open(&site.log(), &[&one]).unwrap();
         let mut port = store.disks()[0].open_port().unwrap();
         write(&mut port, 1000, 77, 1);
@@ -444,8 +448,8 @@ fn the_image_of_another_disk_is_refused() {
         };
         refused(&site.log(), &[&one], parts);
         refused(&site.log(), &[&one, &two], &["1/disk.img"]);
-        // The second disk keeps its record when the first's are given up. The file at the first disk's path is not
-        // touched.
+        // The second disk keeps its record when the first's are given up. The file at the first
+        // disk's path is not touched.
         let before = mark(&one);
         let done = discard_log(&one, &site.log()).unwrap();
         assert_eq!((done.records, done.image_fits), (Some(1), !site.attributes));
@@ -599,8 +603,8 @@ fn the_mark_of_the_first_format_is_one_of_an_open_image() {
     });
 }
 
-/// A disk's generation rises whenever it is opened and when a checkpoint writes to its image; other disks keep
-/// theirs.
+/// A disk's generation rises whenever it is opened and when a checkpoint writes to its image; other
+/// disks keep theirs.
 #[test]
 fn the_generation_rises_with_what_is_written() {
     with_attributes(|site| {
@@ -629,8 +633,8 @@ fn the_generation_rises_with_what_is_written() {
     });
 }
 
-/// A crash at any point of an open or a checkpoint leaves an image that is accepted: with the old or the new
-/// generation.
+/// A crash at any point of an open or a checkpoint leaves an image that is accepted: with the old
+/// or the new generation.
 #[test]
 fn both_generations_of_a_checkpoint_that_was_cut_are_accepted() {
     with_attributes(|_| {
@@ -645,7 +649,8 @@ fn both_generations_of_a_checkpoint_that_was_cut_are_accepted() {
         let after = mark(&place.disk).unwrap();
         drop(port);
         store.close().unwrap();
-        // With a control file that was written before the checkpoint began, only one generation is accepted.
+        // With a control file that was written before the checkpoint began, only one generation is
+        // accepted.
         let set = |mark: &str| {
             let flags = rustix::fs::XattrFlags::empty();
             rustix::fs::setxattr(&cut.disk, "user.walvisor.disk", mark.as_bytes(), flags).unwrap();
@@ -672,7 +677,8 @@ fn both_generations_of_a_checkpoint_that_was_cut_are_accepted() {
     });
 }
 
-/// Bytes that a sample covers may be changed by the next checkpoint. A sample that a resize cuts is dropped.
+/// Bytes that a sample covers may be changed by the next checkpoint. A sample that a resize cuts is
+/// dropped.
 #[test]
 fn a_resize_and_a_file_that_is_written_through_another_name_keep_the_samples_right() {
     with_attributes(|site| {

@@ -1,5 +1,6 @@
-//! A SIGKILL in the middle of writes loses nothing that was acknowledged, and tears nothing. This test is in a file,
-//! and so a process, of its own: between fork and exec, a child holds the locks of every other test in its parent.
+//! A SIGKILL in the middle of writes loses nothing that was acknowledged, and tears nothing. This
+//! test is in a file, and so a process, of its own: between fork and exec, a child holds the locks
+//! of every other test in its parent.
 
 mod support;
 
@@ -9,8 +10,8 @@ use std::path::Path;
 use support::{Place, flush, read, run, small};
 use walvisor_storage::{Buffer, DiskOptions, EngineKind, Operation, Store, default_log_dir};
 
-/// Writes until killed, as the child process of the test below. Four threads write to sectors of their own, and
-/// each sends the parent the number of a write only after its FLUSH completed.
+/// Writes until killed, as the child process of the test below. Four threads write to sectors of
+/// their own, and each sends the parent the number of a write only after its FLUSH completed.
 fn write_until_killed(disk: &Path, first: u64) {
     use std::io::Write;
     let store = Store::open(
@@ -24,7 +25,8 @@ fn write_until_killed(disk: &Path, first: u64) {
             let mut port = store.disks()[0].open_port().unwrap();
             scope.spawn(move || {
                 for number in first..u64::MAX {
-                    // Every sector of a 16 KiB write has the write's number, so that a torn write shows.
+                    // Every sector of a 16 KiB write has the write's number, so that a torn write
+                    // shows.
                     let data = Buffer::from(&number.to_le_bytes().repeat(2048)[..]);
                     let sector = thread * 32;
                     run(&mut port, Operation::Write { sector, data }).unwrap();
@@ -67,7 +69,8 @@ fn killed_processes_lose_nothing_acknowledged_and_tear_nothing() {
                 acknowledged[thread as usize] = number;
                 lines += 1;
             }
-            // The number of lines differs in each round, so that the kill meets the log in another state.
+            // The number of lines differs in each round, so that the kill meets the log in another
+            // state.
             let enough =
                 lines >= 100 + round * 333 && acknowledged.iter().all(|&number| number > 0);
             if enough && !killed {

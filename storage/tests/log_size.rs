@@ -156,8 +156,8 @@ fn a_log_that_keeps_bytes_is_not_made_smaller_than_these() {
     assert_eq!(open(None), 4);
 }
 
-/// A log that got room for more history while it was in use has files that only this room allows: either slot of the control file knows
-/// of it.
+/// A log that got room for more history while it was in use has files that only this room allows:
+/// either slot of the control file knows of it.
 #[test]
 fn rot_of_a_control_slot_disowns_no_segment() {
     let place = Place::new();

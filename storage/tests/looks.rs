@@ -1,4 +1,5 @@
-//! Looks at a disk while it is in use: each shows the disk as of its point, whatever is written and copied meanwhile.
+//! Looks at a disk while it is in use: each shows the disk as of its point, whatever is written and
+//! copied meanwhile.
 
 mod support;
 
@@ -46,8 +47,8 @@ impl Oracle {
         self.states.last().unwrap()
     }
 
-    /// Makes so many records, all durable at the end: a look waits for what a port has begun to write, and nobody serves the
-    /// port meanwhile.
+    /// Makes so many records, all durable at the end: a look waits for what a port has begun to
+    /// write, and nobody serves the port meanwhile.
     fn make(&mut self, port: &mut Port, count: usize) {
         for _ in 0..count {
             let mut state = self.newest().clone();
@@ -151,7 +152,8 @@ fn record(lsn: u64) -> (u8, u64) {
     ((lsn % 251) as u8 + 1, lsn * 7 % (SIZE / 4096))
 }
 
-/// Whoever writes meanwhile: a look at the newest point has all that had completed, and is the disk after one record.
+/// Whoever writes meanwhile: a look at the newest point has all that had completed, and is the disk
+/// after one record.
 #[test]
 fn a_look_at_the_newest_point_is_one_state() {
     let place = Place::empty();
@@ -206,7 +208,8 @@ fn a_look_at_the_newest_point_is_one_state() {
     store.close().unwrap();
 }
 
-/// A log that is full of what a look needs refuses writes, and takes them again once the look is dropped.
+/// A log that is full of what a look needs refuses writes, and takes them again once the look is
+/// dropped.
 #[test]
 fn writes_fail_while_a_look_needs_the_whole_log() {
     for retain in [Retention::All, Retention::Nothing] {
@@ -242,8 +245,8 @@ fn names(log: &Path) -> Vec<String> {
     names
 }
 
-/// Looks leave nothing behind when their process is killed, and what they held back is copied then. The same goes for a store
-/// that is closed before them.
+/// Looks leave nothing behind when their process is killed, and what they held back is copied then.
+/// The same goes for a store that is closed before them.
 #[test]
 fn looks_end_with_their_process_and_their_store() {
     let place = Place::empty();
@@ -350,7 +353,8 @@ fn a_look_with_a_scratch_file_takes_writes() {
     store.close().unwrap();
 }
 
-/// Looks at snapshots, at times, and at points that are not there; a disk that has grown, and one that has left.
+/// Looks at snapshots, at times, and at points that are not there; a disk that has grown, and one
+/// that has left.
 #[test]
 fn points_are_found_and_refused_as_for_a_disk_that_is_not_in_use() {
     let place = Place::empty();

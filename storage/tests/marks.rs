@@ -1,4 +1,5 @@
-//! Marks in a log: durable when they are made, found by a dump, gone with the history, and of no consequence for the disks.
+//! Marks in a log: durable when they are made, found by a dump, gone with the history, and of no
+//! consequence for the disks.
 
 mod support;
 
@@ -223,7 +224,8 @@ fn a_batch_of_a_later_version_is_refused() {
     let (place, _) = two_marks();
     let segment = place.log().join("segment-00000");
     let mut bytes = std::fs::read(&segment).unwrap();
-    // The mark's batch is the second, or the first if the write is in it; its version is at offset 8.
+    // The mark's batch is the second, or the first if the write is in it; its version is at
+    // offset 8.
     let at = (4096..bytes.len()).step_by(4096);
     let mut batches = at.filter(|&at| bytes[at..].starts_with(b"WALVBATC") && bytes[at + 8] == 3);
     let at = batches.next().unwrap();

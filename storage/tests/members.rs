@@ -1,7 +1,7 @@
 //! Disks that come and go while other disks of their log are written.
 //!
-//! `WALVISOR_MEMBER_CYCLES=N` makes it N additions and removals, and prints how long the flushes of the other disks took
-//! with and without them.
+//! `WALVISOR_MEMBER_CYCLES=N` makes it N additions and removals, and prints how long the flushes of
+//! the other disks took with and without them.
 
 mod support;
 
@@ -161,7 +161,8 @@ fn disks_come_and_go_while_others_are_written() {
         "{cycles} additions and removals: the p99 of the other disks' flushes is {with:?}, without {without:?}"
     );
 
-    // A crash now: no FLUSH that was acknowledged is lost. One disk is in the log, and leaves it later.
+    // A crash now: no FLUSH that was acknowledged is lost. One disk is in the log, and leaves it
+    // later.
     let last = store.add_disk(&DiskOptions::new(&changing[0])).unwrap();
     let mut oracle = Oracle::new(last, held[0]);
     oracle.step();

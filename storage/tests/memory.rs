@@ -1,5 +1,5 @@
-//! A small `index-memory` bounds what snapshots and looks take, however much has changed. This test is in a file, and
-//! so a process, of its own.
+//! A small `index-memory` bounds what snapshots and looks take, however much has changed. This test
+//! is in a file, and so a process, of its own.
 
 mod support;
 
@@ -13,7 +13,8 @@ use walvisor_storage::{
 /// Blocks of 4096 bytes that change, each apart from the others.
 const BLOCKS: u64 = 900_000;
 const LIMIT: u64 = 1 << 20;
-/// The index and what is beside it may take as much each; the rest is for buffers, threads and the allocator.
+/// The index and what is beside it may take as much each; the rest is for buffers, threads and the
+/// allocator.
 const MOST: u64 = 2 * LIMIT + (24 << 20);
 
 /// The most memory that this process had resident so far, in bytes.

@@ -1,4 +1,5 @@
-//! Import, export, check and recovery on several threads: their results do not depend on the number of threads.
+//! Import, export, check and recovery on several threads: their results do not depend on the number
+//! of threads.
 
 mod support;
 
@@ -139,7 +140,8 @@ fn exports_checks_and_recoveries_are_the_same_on_any_number_of_threads() {
     }
 }
 
-/// If several places are damaged, the first in the log's order is reported, whichever a thread finds first.
+/// If several places are damaged, the first in the log's order is reported, whichever a thread
+/// finds first.
 #[test]
 fn damage_is_reported_alike_by_any_number_of_threads() {
     let place = unclosed();
@@ -159,7 +161,8 @@ fn damage_is_reported_alike_by_any_number_of_threads() {
     assert!(reports.iter().all(|report| *report == reports[0]));
     assert_eq!(reports[0].damaged.len(), 2, "{reports:?}");
     payloads.iter().for_each(|&(slot, at)| flip(slot, at));
-    // Headers, without the summaries' copies of them: the last is damaged first, since each error hides those behind it.
+    // Headers, without the summaries' copies of them: the last is damaged first, since each error
+    // hides those behind it.
     for slot in 0..segments {
         let path = place.log().join(format!("segment-{slot:05}"));
         let file = File::options().write(true).open(path).unwrap();

@@ -192,8 +192,8 @@ fn a_checkpoint_gives_up_the_history() {
     assert_eq!(horizon(&place, 70), 50);
 }
 
-/// The bytes that a damaged record had cannot be brought back, so the states that need them are given up. What the disk
-/// has now is not affected.
+/// The bytes that a damaged record had cannot be brought back, so the states that need them are
+/// given up. What the disk has now is not affected.
 #[test]
 fn damage_in_the_history_costs_the_history_alone() {
     let place = Place::empty();
@@ -229,7 +229,8 @@ fn damage_in_the_history_costs_the_history_alone() {
     assert!(report.log.unwrap().damaged.is_empty());
 }
 
-/// What a log in use tells of its history is what comes back after it was closed, and what is told of it then.
+/// What a log in use tells of its history is what comes back after it was closed, and what is told
+/// of it then.
 #[test]
 fn the_log_tells_which_history_it_has() {
     let place = Place::empty();
@@ -373,7 +374,8 @@ fn saved_files(place: &Place) -> usize {
         .count()
 }
 
-/// Snapshots stay however often the log goes round, cost no more than what has changed since, and are seen by looks too.
+/// Snapshots stay however often the log goes round, cost no more than what has changed since, and
+/// are seen by looks too.
 #[test]
 fn a_log_goes_round_under_its_snapshots() {
     let place = Place::empty();
@@ -428,7 +430,8 @@ fn a_log_goes_round_under_its_snapshots() {
         restore_disk(&place.disk, &place.log(), point, &new, None, &mut |_, _| {}).unwrap();
         assert!(std::fs::read(&new).unwrap() == state(lsns[at]), "{at}");
         std::fs::remove_file(new).unwrap();
-        // What has changed between two snapshots, or since: exactly what differs may be left out by no change.
+        // What has changed between two snapshots, or since: exactly what differs may be left out by
+        // no change.
         for to in kept().filter(|to| *to > at).map(Some).chain([None]) {
             let until = to.map(|to| Point::Snapshot(names[to]));
             let changes = disk_changes(&place.disk, &place.log(), point, until, None).unwrap();
@@ -503,7 +506,8 @@ fn a_snapshot_of_one_disk_keeps_nothing_of_another() {
     assert!(error.to_string().contains("need it: alone"), "{error}");
 }
 
-/// A log that is full of what a look needs refuses writes, and takes them again once the look has ended.
+/// A log that is full of what a look needs refuses writes, and takes them again once the look has
+/// ended.
 #[test]
 fn writes_fail_while_a_look_needs_the_whole_log() {
     let place = Place::empty();
@@ -554,7 +558,8 @@ fn how_much_is_kept_changes_while_the_log_is_in_use() {
     assert_eq!(std::fs::read(&place.disk).unwrap(), state(1000));
 }
 
-/// What copies everything to the base images would end the history, and is refused until that is done on purpose.
+/// What copies everything to the base images would end the history, and is refused until that is
+/// done on purpose.
 #[test]
 fn a_disk_with_history_is_not_shrunk_and_does_not_leave_its_log() {
     let place = Place::empty();
@@ -581,7 +586,8 @@ fn a_disk_with_history_is_not_shrunk_and_does_not_leave_its_log() {
     assert!(std::fs::read(&place.disk).unwrap() == state(50)[..SIZE as usize / 2]);
 }
 
-/// A disk that leaves a log that keeps history stays there with its records, and comes back with all of them.
+/// A disk that leaves a log that keeps history stays there with its records, and comes back with
+/// all of them.
 #[test]
 fn a_disk_with_history_leaves_and_comes_back() {
     let place = Place::empty();

@@ -1,4 +1,5 @@
-//! Bytes of a live log that the medium changes: reads of them fail, and they never reach a base image.
+//! Bytes of a live log that the medium changes: reads of them fail, and they never reach a base
+//! image.
 
 mod support;
 

@@ -76,9 +76,10 @@ fn paint(disk: &Disk, byte: u8) {
     flush(&mut port);
 }
 
-/// A closed disk that is full of ones, with the snapshot 'monday' of that, and of which only the first half has been overwritten
-/// since, with twos. So the second half of the snapshot is in the image alone. `saved`: the image has the twos, and saved files the
-/// ones. Else the log still has the twos. Returns a copy of the image as it was before there was anything.
+/// A closed disk that is full of ones, with the snapshot 'monday' of that, and of which only the
+/// first half has been overwritten since, with twos. So the second half of the snapshot is in the
+/// image alone. `saved`: the image has the twos, and saved files the ones. Else the log still has
+/// the twos. Returns a copy of the image as it was before there was anything.
 fn with_snapshot(site: &Site, saved: bool) -> PathBuf {
     let (disk, log) = (site.disk(), site.log());
     create_disk(&disk, SIZE, &log, &options()).unwrap();
@@ -200,8 +201,8 @@ const REPLACED: [(&str, Replace); 5] = [
     }),
 ];
 
-/// The snapshot is refused as long as the other image is there, is there again with its own image, and is lost, and said to be, once
-/// the disk was opened with the other one.
+/// The snapshot is refused as long as the other image is there, is there again with its own image,
+/// and is lost, and said to be, once the disk was opened with the other one.
 #[test]
 fn a_snapshot_is_never_shown_over_another_image() {
     for saved in [true, false] {
@@ -323,7 +324,8 @@ fn a_check_tells_of_damage_in_saved_files() {
     }
 }
 
-/// A look only reads: what can't be saved for want of space, and so not be copied to the image, stays in the log, where looks read it.
+/// A look only reads: what can't be saved for want of space, and so not be copied to the image,
+/// stays in the log, where looks read it.
 #[test]
 fn a_look_is_opened_on_a_full_file_system() {
     let Some(small) = MemoryFs::tmpfs("size=24m") else {
@@ -375,7 +377,8 @@ fn a_look_is_opened_on_a_full_file_system() {
     assert!(restored(&site).unwrap() == vec![1; SIZE as usize]);
 }
 
-/// Looks, and what is saved for snapshots, take no more memory than `index-memory` allows, and `index_bytes` tells of it.
+/// Looks, and what is saved for snapshots, take no more memory than `index-memory` allows, and
+/// `index_bytes` tells of it.
 #[test]
 fn the_extents_of_looks_and_snapshots_are_counted_and_bounded() {
     const EXTENTS: u64 = 20_000;
@@ -490,7 +493,8 @@ fn on_this_file_system() -> Site {
     }
 }
 
-/// A snapshot that needs records which were given up is refused; one that has all it needs is not, nor is a later one.
+/// A snapshot that needs records which were given up is refused; one that has all it needs is not,
+/// nor is a later one.
 #[test]
 fn a_snapshot_that_needs_discarded_records_is_refused() {
     let site = on_this_file_system();
@@ -526,7 +530,8 @@ fn a_snapshot_that_needs_discarded_records_is_refused() {
     }
 }
 
-/// Giving up one disk's records takes an LSN of its own. The copy to the images, which passes it, loses no snapshot of the others.
+/// Giving up one disk's records takes an LSN of its own. The copy to the images, which passes it,
+/// loses no snapshot of the others.
 #[test]
 fn giving_up_the_records_of_one_disk_keeps_the_snapshots_of_the_others() {
     let site = on_this_file_system();
@@ -589,7 +594,8 @@ fn as_of_now(store: &Store) -> u8 {
     support::read(&mut port, 0, 8)[0]
 }
 
-/// A disk has no past from before it came to the log, whether that is in use or not; and none from before another image came.
+/// A disk has no past from before it came to the log, whether that is in use or not; and none from
+/// before another image came.
 #[test]
 fn a_disk_that_joins_a_log_has_no_past_from_before() {
     let site = on_this_file_system();
@@ -641,8 +647,8 @@ fn a_disk_that_joins_a_log_has_no_past_from_before() {
     }
 }
 
-/// A new length is a write of the log's own: the snapshot is as it was.
-/// Saved bytes that went to another directory would be in no snapshot, and the image no longer has them.
+/// A new length is a write of the log's own: the snapshot is as it was. Saved bytes that went to
+/// another directory would be in no snapshot, and the image no longer has them.
 #[test]
 fn nothing_is_saved_to_another_directory_of_the_same_name() {
     let site = on_this_file_system();
@@ -691,7 +697,8 @@ fn a_snapshot_stays_when_its_disk_grows() {
     shown(3 * SIZE);
 }
 
-/// The newest bytes are in the log, and its samples fit, so the disk is opened. What it was before is not known any more.
+/// The newest bytes are in the log, and its samples fit, so the disk is opened. What it was before
+/// is not known any more.
 #[test]
 fn a_write_behind_the_back_of_a_log_that_keeps_history_ends_the_history() {
     let site = on_this_file_system();

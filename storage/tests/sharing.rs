@@ -1,4 +1,5 @@
-//! Concurrent creation and opening of a log, its files and images, and what other users may see and plant there.
+//! Concurrent creation and opening of a log, its files and images, and what other users may see and
+//! plant there.
 
 mod support;
 
@@ -59,7 +60,8 @@ fn disks_that_are_made_at_once_on_a_new_log_are_all_there() {
     }
 }
 
-/// If two stores are opened with different images on one new log, one gets it, and what it acknowledged stays.
+/// If two stores are opened with different images on one new log, one gets it, and what it
+/// acknowledged stays.
 #[test]
 fn of_two_that_open_a_new_log_at_once_one_does_and_loses_nothing() {
     // The other one waits for seconds.
@@ -157,8 +159,8 @@ fn links_that_others_planted_are_refused() {
     assert_eq!(std::fs::read(at("precious")).unwrap(), b"precious");
 }
 
-/// Files that look like segments but are none: a file without a segment's name is left alone, and one with the name
-/// of a segment that the log can't have is reported.
+/// Files that look like segments but are none: a file without a segment's name is left alone, and
+/// one with the name of a segment that the log can't have is reported.
 #[test]
 fn files_that_the_log_cannot_have_are_told_or_left_alone() {
     let place = Place::new();

@@ -82,8 +82,8 @@ fn a_full_file_system_of_the_base_image_is_survived() {
             assert!(data.iter().all(|&byte| byte == number as u8));
         }
         small.remount("size=128m");
-        // The next attempt to empty the log, a second later at most, succeeds. Until then there may be a little
-        // room in the ring's last segment, left by the attempt before.
+        // The next attempt to empty the log, a second later at most, succeeds. Until then there may
+        // be a little room in the ring's last segment, left by the attempt before.
         wait_for(&store, |condition| *condition == Condition::Ok);
         let all = written + 100;
         for number in written..all {
@@ -99,8 +99,9 @@ fn a_full_file_system_of_the_base_image_is_survived() {
     }
 }
 
-/// A disk whose image's file system has space for less than what is written, and whose log lets writes wait for space; with
-/// a port, the writes that have ended, and the number of those that wait.
+/// A disk whose image's file system has space for less than what is written, and whose log lets
+/// writes wait for space; with a port, the writes that have ended, and the number of those that
+/// wait.
 fn paused(small: &MemoryFs, log: &Path) -> (Store, Port, usize) {
     const WRITES: usize = 300;
     let disk = small.path().join("disk.img");
@@ -139,7 +140,8 @@ fn paused(small: &MemoryFs, log: &Path) -> (Store, Port, usize) {
     (store, port, waiting)
 }
 
-/// Writes and FLUSHes wait for space, reads go on, and what waited is carried out as soon as there is space.
+/// Writes and FLUSHes wait for space, reads go on, and what waited is carried out as soon as there
+/// is space.
 #[test]
 fn requests_wait_for_space() {
     let Some(small) = MemoryFs::tmpfs("size=4m") else {
@@ -185,7 +187,8 @@ fn requests_that_wait_for_space_end_with_their_owner() {
     store.close().unwrap();
 }
 
-/// If only some of the ring's segments can be created, they make up the ring; no partial segment file is left.
+/// If only some of the ring's segments can be created, they make up the ring; no partial segment
+/// file is left.
 #[test]
 fn a_full_file_system_of_the_log_makes_the_ring_smaller() {
     let Some(small) = MemoryFs::tmpfs("size=4m") else {

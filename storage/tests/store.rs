@@ -1,4 +1,5 @@
-//! The store from outside: its promises, tested on files that a crash, simulated by copying them, leaves behind.
+//! The store from outside: its promises, tested on files that a crash, simulated by copying them,
+//! leaves behind.
 
 mod support;
 
@@ -14,7 +15,8 @@ fn engines() -> Vec<EngineKind> {
     vec![EngineKind::Auto, EngineKind::Blocking]
 }
 
-/// No group begins before `count` FLUSHes wait, not even when a segment that becomes ready wakes the writer.
+/// No group begins before `count` FLUSHes wait, not even when a segment that becomes ready wakes
+/// the writer.
 fn together(count: u32) -> CommitWait {
     CommitWait {
         longest: Some(Duration::from_secs(3600)),
@@ -141,7 +143,8 @@ fn a_flush_with_nothing_new_costs_no_sync_and_concurrent_flushes_share_one() {
         );
         port.submit(2, Operation::Flush);
     }
-    // No port was kicked yet, so all four FLUSHes wait. The first port that is served leads one group for all.
+    // No port was kicked yet, so all four FLUSHes wait. The first port that is served leads one
+    // group for all.
     let ended = wait_all(&mut ports.iter_mut().collect::<Vec<_>>(), 8).len();
     let counters = store.log_counters();
     assert_eq!(
@@ -188,8 +191,8 @@ fn without_group_commit_each_flush_costs_a_write_and_a_sync() {
     }
 }
 
-/// The alternative to one write for a group: each record in a write of its own and one sync for all, with the same
-/// log.
+/// The alternative to one write for a group: each record in a write of its own and one sync for
+/// all, with the same log.
 #[test]
 fn with_a_write_per_waiter_a_group_has_many_writes_and_one_sync() {
     for clients in [1u64, 4, 128, 256] {
@@ -271,7 +274,8 @@ fn a_slow_medium_is_charged_for_writes_and_syncs() {
     assert_eq!(place.crash().report().records, 5 + 48);
 }
 
-/// The stages overlap: while a group syncs, larger batches of other records are written and wait for no sync.
+/// The stages overlap: while a group syncs, larger batches of other records are written and wait
+/// for no sync.
 #[test]
 fn batches_are_written_while_a_group_syncs() {
     for engine in engines() {
@@ -313,7 +317,8 @@ fn writes_beside_a_sync(engine: EngineKind, latency: Duration) -> bool {
     overlap
 }
 
-/// A group that waits starts as soon as the requested number of FLUSHes wait, or no other client can join.
+/// A group that waits starts as soon as the requested number of FLUSHes wait, or no other client
+/// can join.
 #[test]
 fn a_group_waits_for_others_to_join() {
     for engine in engines() {
@@ -348,7 +353,8 @@ fn a_group_waits_for_others_to_join() {
             port.kick();
         }
         wait_all(&mut ports.iter_mut().collect::<Vec<_>>(), 2);
-        // The port that keeps the time may leave: the others begin anew, and a single port waits for no other.
+        // The port that keeps the time may leave: the others begin anew, and a single port waits
+        // for no other.
         write(&mut ports[0], 0, 3, 8);
         ports[0].submit(9, Operation::Flush);
         ports[0].kick();
@@ -481,7 +487,8 @@ fn one_log_serves_several_disks_with_one_sync() {
     }
     wait_all(&mut ports.iter_mut().collect::<Vec<_>>(), 4);
     assert_eq!(store.log_counters().syncs, 1);
-    // A FLUSH of the other disk finds everything durable, and does not wait for this disk's records.
+    // A FLUSH of the other disk finds everything durable, and does not wait for this disk's
+    // records.
     write(&mut ports[0], 8, 9, 8);
     flush(&mut ports[1]);
     assert_eq!(store.log_counters().syncs, 1);
@@ -601,7 +608,8 @@ fn many_threads_share_syncs() {
     );
 }
 
-/// A guest that only discards writes few bytes to the log but fills the index, which is bounded too.
+/// A guest that only discards writes few bytes to the log but fills the index, which is bounded
+/// too.
 #[test]
 fn records_without_payload_are_checkpointed_before_they_are_too_many() {
     let place = Place::new();

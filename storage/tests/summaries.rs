@@ -1,4 +1,5 @@
-//! Sealed segments: what opening a log reads of them, and what happens if they or their summaries are damaged.
+//! Sealed segments: what opening a log reads of them, and what happens if they or their summaries
+//! are damaged.
 
 mod support;
 
@@ -61,8 +62,8 @@ fn open(place: &Place) -> Store {
     Store::open(&place.log(), &[DiskOptions::new(&place.disk)], &options()).unwrap()
 }
 
-/// A log of three segments, as a killed process leaves it: the first two are sealed. Each write fills its own place with
-/// its LSN.
+/// A log of three segments, as a killed process leaves it: the first two are sealed. Each write
+/// fills its own place with its LSN.
 fn three_segments() -> Place {
     let place = Place::empty();
     create_disk(&place.disk, SIZE, &place.log(), &options()).unwrap();
@@ -176,14 +177,15 @@ fn a_damaged_header_in_a_sealed_segment_loses_no_record() {
     assert_eq!(error.kind(), ErrorKind::Damaged);
 }
 
-/// A crash may keep a summary, and the header of the next segment, and lose batches that the summary names. The log then
-/// ends before the first of these, also for all later openings.
+/// A crash may keep a summary, and the header of the next segment, and lose batches that the
+/// summary names. The log then ends before the first of these, also for all later openings.
 #[test]
 fn a_summary_hides_no_torn_batch() {
     for torn in ["payload", "header"] {
         let place = three_segments();
         let all = records(&place);
-        // Nothing of the third segment is left but its header, so nothing shows how far the log was durable.
+        // Nothing of the third segment is left but its header, so nothing shows how far the log was
+        // durable.
         let tail = all.last().unwrap().1.clone();
         let sealed = all.iter().rev().find(|record| record.1 != tail).unwrap();
         file(&tail)

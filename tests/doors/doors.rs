@@ -1,5 +1,6 @@
-//! One `walvisor serve` with a disk behind each door: vhost-user, NBD and the kernel's SCSI target, on one log. What each has
-//! acknowledged outlives kills of the daemon, and the doors share the log's syncs. The kernel is user-mode Linux.
+//! One `walvisor serve` with a disk behind each door: vhost-user, NBD and the kernel's SCSI target,
+//! on one log. What each has acknowledged outlives kills of the daemon, and the doors share the
+//! log's syncs. The kernel is user-mode Linux.
 
 use std::fs;
 

@@ -1,6 +1,6 @@
-//! The kernel's own NBD client on `walvisor serve nbd`: ext4, fio, fsync, discard, a kill of the daemon, and the
-//! images. Another test sets the wall clock, forward, back and through a leap second, while disks of a daemon and of
-//! a guest commit.
+//! The kernel's own NBD client on `walvisor serve nbd`: ext4, fio, fsync, discard, a kill of the
+//! daemon, and the images. Another test sets the wall clock, forward, back and through a leap
+//! second, while disks of a daemon and of a guest commit.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -56,7 +56,8 @@ fn the_kernels_client_keeps_a_file_system_through_a_kill() {
     assert_eq!(of("walvisor_block_errors_total"), 0.0);
 }
 
-/// A file system and a database as they were a moment before a mistake are used from a scratch disk, and brought back.
+/// A file system and a database as they were a moment before a mistake are used from a scratch
+/// disk, and brought back.
 #[test]
 fn a_row_that_was_deleted_is_found_again() {
     let needs = [
@@ -182,8 +183,8 @@ fn a_guest_commits_as_fast_however_the_wall_clock_is_set() {
     nothing_spun(ticks[0]);
 }
 
-/// Checks that waits use the monotonic clock: the processor time of the same work is about the same while the clock
-/// is set as before, and that of a period of rest is about none.
+/// Checks that waits use the monotonic clock: the processor time of the same work is about the same
+/// while the clock is set as before, and that of a period of rest is about none.
 fn nothing_spun(ticks: &str) {
     println!("{ticks}");
     let numbers: Vec<u64> = ticks
@@ -193,8 +194,8 @@ fn nothing_spun(ticks: &str) {
     let [quiet, stepped, idle_before, idle] = numbers[..] else {
         panic!("{ticks}");
     };
-    // Both values are for the same work, and for `run` a period of rest. A spinning thread takes 100 ticks a second,
-    // for 10 s.
+    // Both values are for the same work, and for `run` a period of rest. A spinning thread takes
+    // 100 ticks a second, for 10 s.
     assert!(stepped <= 3 * quiet + 300, "{ticks}");
     // A spinning thread would take 300 ticks.
     assert!(idle <= idle_before + 100, "{ticks}");

@@ -1,5 +1,5 @@
-//! libiscsi's conformance tests on the disk as a SCSI disk, through the SCSI target and the generic SCSI driver of
-//! user-mode Linux, in which `walvisor serve tcmu` runs too.
+//! libiscsi's conformance tests on the disk as a SCSI disk, through the SCSI target and the generic
+//! SCSI driver of user-mode Linux, in which `walvisor serve tcmu` runs too.
 
 use walvisor_tests::{have, run_in_user_mode};
 
@@ -7,8 +7,8 @@ use walvisor_tests::{have, run_in_user_mode};
 const NOT_THERE: &str = "not there: EXTENDEDCOPY ORWRITE PREFETCH10 PREFETCH16 READDEFECTDATA10 READDEFECTDATA12 \
     RECEIVECOPYRESULT RECEIVE_COPY_RESULTS";
 
-/// The tested disks: one of less than 65536 blocks of 512 bytes (one test reads that many at once, more than tcm_loop
-/// takes), and one of larger blocks.
+/// The tested disks: one of less than 65536 blocks of 512 bytes (one test reads that many at once,
+/// more than tcm_loop takes), and one of larger blocks.
 const JOB: &str = r#"
 mkdir -p /var/target/pr
 mount -t configfs configfs /sys/kernel/config
@@ -59,7 +59,8 @@ fn libiscsi_finds_what_the_standards_ask_for() {
         run_in_user_mode(dir.path(), &modules, JOB),
         [
             "small: 230 tests",
-            // The test asks for the status of a block, and expects that of the first block of the next physical block.
+            // The test asks for the status of a block, and expects that of the first block of the
+            // next physical block.
             "fails: GetLBAStatus.UnmapSingle",
             NOT_THERE,
             "large: 230 tests",

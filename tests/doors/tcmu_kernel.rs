@@ -1,6 +1,7 @@
-//! The kernel's own SCSI target and disk driver on `walvisor serve tcmu`: from missing modules to the largest disk,
-//! with sg3-utils, ext4, fio, kills of the daemon under load and resizes. At the end, configfs and the images are
-//! checked. That kernel is user-mode Linux. The target for guests, vhost-scsi, is only in Debian's kernel.
+//! The kernel's own SCSI target and disk driver on `walvisor serve tcmu`: from missing modules to
+//! the largest disk, with sg3-utils, ext4, fio, kills of the daemon under load and resizes. At the
+//! end, configfs and the images are checked. That kernel is user-mode Linux. The target for guests,
+//! vhost-scsi, is only in Debian's kernel.
 
 use std::path::Path;
 
@@ -11,7 +12,8 @@ const SAID: &str = include_str!("tcmu_kernel.txt");
 /// The same of the guest whose disks come and go.
 const CHANGING: &str = include_str!("tcmu_changing.txt");
 
-/// Runs a script in user-mode Linux, and checks the lines that it prints. `None`: it cannot run here.
+/// Runs a script in user-mode Linux, and checks the lines that it prints. `None`: it cannot run
+/// here.
 fn run_and_expect(dir: &Path, script: &str, lines: &str) -> Option<()> {
     let needs = [
         ("linux.uml", "user-mode-linux"),
@@ -48,7 +50,8 @@ fn the_kernels_target_has_its_disks_from_walvisor() {
     }
     let place = dir.path().join("files");
 
-    // UIO wakes per command: about one for commands that run alone, less for commands that run together.
+    // UIO wakes per command: about one for commands that run alone, less for commands that run
+    // together.
     let sum = |name, counter| sum_counter(&place, name, counter);
     let per_command = |name| {
         let commands = sum(name, "walvisor_tcmu_commands_total");

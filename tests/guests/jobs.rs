@@ -1,6 +1,6 @@
-//! Tests of the job runner: a job's results come back, an attempt that hangs or crashes is repeated and then
-//! reported, but never one that fails by a fault of walvisor, a job that takes too long is killed, and no process is
-//! left running.
+//! Tests of the job runner: a job's results come back, an attempt that hangs or crashes is repeated
+//! and then reported, but never one that fails by a fault of walvisor, a job that takes too long is
+//! killed, and no process is left running.
 
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
@@ -23,8 +23,8 @@ fn run(script: &str, seconds: u64, attempts: u32) -> Option<Result<JobOutcome>> 
     ))
 }
 
-/// The ways in which `walvisor run` can end, each as a shell script, with the status that a job makes of it: first
-/// nested, then on this machine. Status 75 asks for another attempt.
+/// The ways in which `walvisor run` can end, each as a shell script, with the status that a job
+/// makes of it: first nested, then on this machine. Status 75 asks for another attempt.
 const ENDS: [(&str, i32, i32); 11] = [
     ("echo guest: job exit 0", 0, 0),
     ("exit 0", 75, 75),
@@ -125,8 +125,8 @@ fn jobs_end_as_they_should() {
         .expect_err("a job that hangs");
     assert!(matches!(hung, Error::Hung { attempts: 2, .. }), "{hung}");
 
-    // In emulation, a kernel that reports a stuck processor has hung, and one that panics has crashed. On this
-    // machine either would be a bug to be seen.
+    // In emulation, a kernel that reports a stuck processor has hung, and one that panics has
+    // crashed. On this machine either would be a bug to be seen.
     for script in [
         "echo 'rcu: INFO: rcu_preempt self-detected stall on CPU'; sleep 60",
         "[ $MACHINE = nested ] && echo c >/proc/sysrq-trigger",

@@ -1,5 +1,6 @@
-//! A stock Linux kernel boots in both formats, finds its disks over both transports, and ends in both ways. Under the
-//! second guest two disks grow: it sees the new sizes at once, and writes to the new ranges.
+//! A stock Linux kernel boots in both formats, finds its disks over both transports, and ends in
+//! both ways. Under the second guest two disks grow: it sees the new sizes at once, and writes to
+//! the new ranges.
 
 use walvisor_guest_images::Metrics;
 use walvisor_tests::run_linux_job;

@@ -1,5 +1,6 @@
-//! Linux's uses of disks, each one once: a root file system, ext4 and xfs, discards, live switches of the cache mode,
-//! fio with verification on `backend=raw`, a reboot, and panics. The disks' counters prove what the guest cannot see.
+//! Linux's uses of disks, each one once: a root file system, ext4 and xfs, discards, live switches
+//! of the cache mode, fio with verification on `backend=raw`, a reboot, and panics. The disks'
+//! counters prove what the guest cannot see.
 
 use serde_json::Value;
 use walvisor_guest_images::JobOutcome;
@@ -59,8 +60,8 @@ fn linux_uses_all_that_its_disks_can_and_they_count_as_they_should() {
 fn configured_values_are_seen(outcome: &JobOutcome) {
     const GIB_2: &str = "2147483648";
     let (mib, logical) = (1 << 20, 512);
-    // Name, size in bytes, read-only, logical block size, queue size, cache mode. The disk `raw` is configured
-    // writethrough.
+    // Name, size in bytes, read-only, logical block size, queue size, cache mode. The disk `raw` is
+    // configured writethrough.
     let disks = [
         ("root", 192 * mib, 0, logical, 256, "write back"),
         ("step", 8 * mib, 0, logical, 256, "write back"),
@@ -98,8 +99,8 @@ fn configured_values_are_seen(outcome: &JobOutcome) {
     assert_eq!(lines(outcome, "guest: ro is read").len(), 1);
 }
 
-/// Checks 64 writes, one after the other, in each mode. With write back the log syncs only at a FLUSH. With write
-/// through each write is durable before it ends, and Linux sends no FLUSH.
+/// Checks 64 writes, one after the other, in each mode. With write back the log syncs only at a
+/// FLUSH. With write through each write is durable before it ends, and Linux sends no FLUSH.
 fn the_mode_of_the_cache_decides_what_is_synced(outcome: &JobOutcome) {
     let count = |from: &str, to: &str, pointer: &str| between(outcome, [from, to], "mode", pointer);
     for (from, to) in [
@@ -140,7 +141,8 @@ fn what_is_discarded_is_zero_and_takes_no_space(outcome: &JobOutcome) {
     let steps = ["filled", "discarded"];
     assert!(between(outcome, steps, "bulk", "/discards") >= 1);
     assert!(between(outcome, steps, "bulk", "/write_zeroes") >= 1);
-    // 6 MiB were written, and 2 MiB of them discarded. The 1 MiB zeroed without unmapping may keep their space.
+    // 6 MiB were written, and 2 MiB of them discarded. The 1 MiB zeroed without unmapping may keep
+    // their space.
     let [filled, discarded] = steps.map(|step| image(outcome, step, "bulk"));
     assert!(filled >= 6 << 10, "{filled}");
     assert!(filled - discarded >= 2 << 10, "{filled} {discarded}");
@@ -177,8 +179,8 @@ fn raw_images_verify(outcome: &JobOutcome) {
         lines(outcome, "guest: fio verify on raw: "),
         ["status 0"; 2]
     );
-    // With write through Linux sends no FLUSH. With write back each fsync of fio sends one: after every 16 of 256
-    // writes, except perhaps the last.
+    // With write through Linux sends no FLUSH. With write back each fsync of fio sends one: after
+    // every 16 of 256 writes, except perhaps the last.
     for (steps, flushes) in [
         (["raw-start", "raw-through"], 0..=0),
         (["raw-through", "raw-back"], 15..=16),
@@ -194,9 +196,10 @@ fn raw_images_verify(outcome: &JobOutcome) {
     assert_eq!(inside, lines(outcome, "job: raw sum "));
 }
 
-/// At a depth of 32, programs that submit in batches need at most 0.25 doorbells and 0.25 interrupts per request. For
-/// a program that submits each request by itself the numbers depend on a race between guest and worker, so they are
-/// printed but not checked: in emulation the worker has mostly answered a request before the guest submits the next.
+/// At a depth of 32, programs that submit in batches need at most 0.25 doorbells and 0.25
+/// interrupts per request. For a program that submits each request by itself the numbers depend on
+/// a race between guest and worker, so they are printed but not checked: in emulation the worker
+/// has mostly answered a request before the guest submits the next.
 fn batches_ring_and_interrupt_rarely(outcome: &JobOutcome) {
     assert_eq!(lines(outcome, "guest: fio failed"), [""; 0]);
     for (disk, transport) in [("mode", "mmio"), ("bulk", "pci")] {
@@ -236,7 +239,8 @@ fn everything_kept_outlives_reboot_and_panics(outcome: &JobOutcome) {
     for file in ["/kept", "/mnt/ext4/kept", "/mnt/xfs/kept"] {
         assert_eq!(intact.iter().filter(|kept| **kept == file).count(), 2);
     }
-    // With the panic device's driver, the VMM reports a panic and fails. Without it, a panic is a reset like any other.
+    // With the panic device's driver, the VMM reports a panic and fails. Without it, a panic is a
+    // reset like any other.
     assert_eq!(lines(outcome, "job: told panic: "), ["status 1"]);
     let told = "walvisor: the guest's kernel panicked: ";
     assert_eq!(lines(outcome, told).len(), 1);

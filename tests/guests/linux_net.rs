@@ -1,5 +1,5 @@
-//! A Linux guest with networks: it takes an address from passt by DHCP, fetches a file over passt and over a tap device,
-//! and outlives passt.
+//! A Linux guest with networks: it takes an address from passt by DHCP, fetches a file over passt
+//! and over a tap device, and outlives passt.
 
 use walvisor_guest_images::Metrics;
 use walvisor_tests::{have, run_emulated_job};

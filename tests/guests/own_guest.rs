@@ -1,5 +1,6 @@
-//! `walvisor-guest-images boot`: a guest of one's own from its root image, on any machine. It is talked to on its console,
-//! what it writes is in the image, and SIGTERM ends all that the program has started.
+//! `walvisor-guest-images boot`: a guest of one's own from its root image, on any machine. It is
+//! talked to on its console, what it writes is in the image, and SIGTERM ends all that the program
+//! has started.
 
 use std::fs;
 use std::io::{Read, Write};
@@ -14,7 +15,8 @@ use walvisor_testkit::Process;
 use walvisor_testkit::process::client;
 use walvisor_tests::{binary, have, have_passt, succeed};
 
-/// With `port=` on the kernel's command line it fetches its greeting's first line from this machine, at its gateway's address.
+/// With `port=` on the kernel's command line it fetches its greeting's first line from this
+/// machine, at its gateway's address.
 const INIT: &str = "#!/bin/sh
 /bin/busybox --install -s /bin
 if [ \"$port\" ]; then
@@ -99,7 +101,8 @@ fn a_root_image_boots_and_keeps_what_is_written() {
     let greeting = client(dir, "debugfs", &["-R", "cat /greeting", "disk.img"]);
     assert_eq!(greeting, "hello, Ada\n");
 
-    // Without an init there is a shell. SIGTERM to the program ends the guest, and leaves no process and no lock.
+    // Without an init there is a shell. SIGTERM to the program ends the guest, and leaves no
+    // process and no lock.
     let (mut child, mut output) = boot(dir, &["disk.img", "--append", "init=/none"]);
     read_until(&mut output, "has no /none: a shell in its place");
     kill_process(Pid::from_child(&child), Signal::TERM).unwrap();

@@ -1,5 +1,6 @@
-//! `make install`: the installed files work, and `make uninstall` removes all of them. `make deb`: the package and its units work
-//! under a systemd that has booted, and purging the package removes all of them.
+//! `make install`: the installed files work, and `make uninstall` removes all of them. `make deb`:
+//! the package and its units work under a systemd that has booted, and purging the package removes
+//! all of them.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -29,7 +30,8 @@ fn run(program: &str, arguments: &[&str], dir: &Path) -> String {
     told
 }
 
-/// Runs `make install` or `make uninstall` with the prefix /usr below `place`, or `make deb`, which leaves the package there.
+/// Runs `make install` or `make uninstall` with the prefix /usr below `place`, or `make deb`, which
+/// leaves the package there.
 #[track_caller]
 fn make(target: &str, place: &Path) {
     let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("..");
@@ -162,7 +164,8 @@ fn what_is_installed_can_be_used_and_goes_again() {
         let text = fs::read_to_string(unit).unwrap();
         let service = unit.extension().is_some_and(|kind| kind == "service");
         assert_eq!(text.contains("ExecStart=/usr/bin/walvisor "), service);
-        // systemd-analyze checks that the program exists, so the unit must name its path in the staging directory.
+        // systemd-analyze checks that the program exists, so the unit must name its path in the
+        // staging directory.
         let text = text.replace("/usr/bin/walvisor", program.to_str().unwrap());
         fs::write(unit, text).unwrap();
     }
@@ -271,6 +274,7 @@ fn the_package_and_its_units_work_in_a_booted_systemd() {
             told.push(line.to_owned());
         }
     }
-    // Whether user-mode Linux can be powered off is nothing of these units, and sometimes it can't: the drop kills it.
+    // Whether user-mode Linux can be powered off is nothing of these units, and sometimes it can't:
+    // the drop kills it.
     assert_eq!(told, UNITS_WORK, "{}", guest.console());
 }

@@ -1,13 +1,15 @@
-//! Databases on the disk, and power cuts under load: MariaDB without its doublewrite buffer, PostgreSQL without
-//! full-page writes, and SQLite with either journal. Every commit that a client has reported to the test, outside of the
-//! guest, must be there afterwards, and every page must be whole.
+//! Databases on the disk, and power cuts under load: MariaDB without its doublewrite buffer,
+//! PostgreSQL without full-page writes, and SQLite with either journal. Every commit that a client
+//! has reported to the test, outside of the guest, must be there afterwards, and every page must be
+//! whole.
 //!
-//! A cut is a SIGKILL of the guest and of the daemon, at a moment and in an order that a seed decides
-//! (`WALVISOR_SEED` repeats them). The data in the memory of both is lost. The data that the daemon had written
-//! survives in the host's page cache, even without a sync. So a kill tears no page on any disk, and cannot show
-//! whether a disk tears pages. Two tests together can: this test shows that each page that the database writes is one
-//! record of the log, never two. And the storage crate's tests, on a medium that loses and tears unsynced data, show
-//! that a power cut leaves a record whole or not at all.
+//! A cut is a SIGKILL of the guest and of the daemon, at a moment and in an order that a seed
+//! decides (`WALVISOR_SEED` repeats them). The data in the memory of both is lost. The data that
+//! the daemon had written survives in the host's page cache, even without a sync. So a kill tears
+//! no page on any disk, and cannot show whether a disk tears pages. Two tests together can: this
+//! test shows that each page that the database writes is one record of the log, never two. And the
+//! storage crate's tests, on a medium that loses and tears unsynced data, show that a power cut
+//! leaves a record whole or not at all.
 
 use std::collections::BTreeMap;
 use std::fs;
@@ -24,8 +26,8 @@ use walvisor_tests::{binary, have, postgresql, serve, succeed};
 
 const SQLITE: &str = include_str!("../scripts/sqlite.sh");
 
-/// Commands that make the file systems so that the blocks of a page stay together. Otherwise a page could be two
-/// requests, and a power cut could leave one of them.
+/// Commands that make the file systems so that the blocks of a page stay together. Otherwise a page
+/// could be two requests, and a power cut could leave one of them.
 const EXT4: &str = "mkfs.ext4 -q -O bigalloc -C 16384 /dev/vda && mount /dev/vda disk";
 const XFS: &str = "mkfs.xfs -q /dev/vda && mount /dev/vda disk && xfs_io -c 'extsize 64k' disk";
 
@@ -108,7 +110,8 @@ fn sqlite_keeps_what_it_acknowledged_with_either_journal() {
             guest.wait_for("guest: created").unwrap();
         } else {
             let report = site.check(&mut guest);
-            // The write-ahead log always exists. A rollback journal exists only if the cut came during a transaction.
+            // The write-ahead log always exists. A rollback journal exists only if the cut came
+            // during a transaction.
             assert_that(&report, "left wal.db-wal");
             for journal in ["wal", "delete"] {
                 assert_that(&report, &format!("check {journal} ok"));
@@ -117,7 +120,8 @@ fn sqlite_keeps_what_it_acknowledged_with_either_journal() {
             }
         }
         if boot < cuts {
-            // A commit of each client shows that both have begun, and so that the write-ahead log exists.
+            // A commit of each client shows that both have begun, and so that the write-ahead log
+            // exists.
             let both = ["guest: acknowledged wal ", "guest: acknowledged delete "];
             site.work_until_cut(daemon, guest, &both);
         } else {
@@ -126,7 +130,8 @@ fn sqlite_keeps_what_it_acknowledged_with_either_journal() {
     }
 }
 
-/// A disk, the commits acknowledged to its clients, and the random choices of when to cut the power.
+/// A disk, the commits acknowledged to its clients, and the random choices of when to cut the
+/// power.
 struct Site {
     dir: TempDir,
     random: Random,
@@ -218,7 +223,8 @@ impl Site {
         assert!(pages > 0, "no page was written");
     }
 
-    /// The guest's report. Asserts that all acknowledged commits are there, and that nothing is damaged.
+    /// The guest's report. Asserts that all acknowledged commits are there, and that nothing is
+    /// damaged.
     #[track_caller]
     fn check(&self, guest: &mut Guest) -> Vec<String> {
         let mut report = Vec::new();
@@ -261,8 +267,8 @@ impl Site {
         report
     }
 
-    /// Lets the clients work for a while, and until the guest has printed lines with the beginnings `wanted`. May run
-    /// a checkpoint of the log. Then cuts the power.
+    /// Lets the clients work for a while, and until the guest has printed lines with the beginnings
+    /// `wanted`. May run a checkpoint of the log. Then cuts the power.
     fn work_until_cut(&mut self, daemon: Daemon, mut guest: Guest, wanted: &[&str]) {
         let (mut commits, mut wanted) = (40 + self.random.below(200), wanted.to_vec());
         while commits > 0 || !wanted.is_empty() {
@@ -300,7 +306,8 @@ impl Site {
         }
     }
 
-    /// Notes the commit that a client's line acknowledges. A cut may have left only a part of the line.
+    /// Notes the commit that a client's line acknowledges. A cut may have left only a part of the
+    /// line.
     fn acknowledged(&mut self, line: &str) {
         let words: Vec<&str> = line.split(' ').collect();
         if let ["guest:", "acknowledged", client, number] = words[..] {
@@ -311,8 +318,8 @@ impl Site {
         }
     }
 
-    /// The writes in the log since `start` (Unix time in microseconds): for each its first byte and the byte after
-    /// its last.
+    /// The writes in the log since `start` (Unix time in microseconds): for each its first byte and
+    /// the byte after its last.
     fn writes_since(&self, start: u64) -> Vec<(u64, u64)> {
         let dump = succeed(self.dir.path(), "log dump disk.img.wal --records --json");
         let records = dump
@@ -338,8 +345,8 @@ impl Site {
     }
 }
 
-/// The number of pages of this many bytes that `writes` wrote to the table whose blocks are in `report`. Asserts that no
-/// write wrote part of a page.
+/// The number of pages of this many bytes that `writes` wrote to the table whose blocks are in
+/// `report`. Asserts that no write wrote part of a page.
 #[track_caller]
 fn whole_pages(writes: &[(u64, u64)], report: &[String], page: u64) -> u64 {
     let mut pages = 0;

@@ -1,5 +1,5 @@
-//! Promise 1 under SIGKILL: the files that the guest fsynced before `walvisor run` was killed are there in the next
-//! boot, and in the images.
+//! Promise 1 under SIGKILL: the files that the guest fsynced before `walvisor run` was killed are
+//! there in the next boot, and in the images.
 
 use walvisor_tests::run_linux_job;
 

@@ -1,17 +1,18 @@
-//! Real power cuts. In user-mode Linux, image and log are on ext4 or xfs over dm-log-writes, which records each
-//! write, FLUSH and FUA. There `power-cut` (`src/bin`) makes disks, serves, kills, closes and resizes them, and puts
-//! a mark into the log for each answer that is a promise. Then the medium is filled as a power cut leaves it: right
-//! after a FLUSH, a FUA or a mark; within a write; or right before a FLUSH, with all writes with FUA and some of the
-//! others. The file system's journal recovers, the disks are checked, exported and checkpointed, and every promise is
-//! judged.
+//! Real power cuts. In user-mode Linux, image and log are on ext4 or xfs over dm-log-writes, which
+//! records each write, FLUSH and FUA. There `power-cut` (`src/bin`) makes disks, serves, kills,
+//! closes and resizes them, and puts a mark into the log for each answer that is a promise. Then
+//! the medium is filled as a power cut leaves it: right after a FLUSH, a FUA or a mark; within a
+//! write; or right before a FLUSH, with all writes with FUA and some of the others. The file
+//! system's journal recovers, the disks are checked, exported and checkpointed, and every promise
+//! is judged.
 //!
-//! The same judge must find the violations when one kind of sync is left out. A tracer replaces these system calls by
-//! ones that do nothing, so the tested program is the one that ships.
+//! The same judge must find the violations when one kind of sync is left out. A tracer replaces
+//! these system calls by ones that do nothing, so the tested program is the one that ships.
 //!
-//! `WALVISOR_SEED=N` repeats operations and points, though not the machine's timing. `WALVISOR_POWER_CUTS=N` sets how
-//! many points are judged of each recording (`each`: all FLUSHes, FUAs and marks). `WALVISOR_POWER_CUT_ROUNDS=N` sets
-//! how many recordings are made of each kind. The recording of a violation is kept, and the test prints the line that
-//! replays its point.
+//! `WALVISOR_SEED=N` repeats operations and points, though not the machine's timing.
+//! `WALVISOR_POWER_CUTS=N` sets how many points are judged of each recording (`each`: all FLUSHes,
+//! FUAs and marks). `WALVISOR_POWER_CUT_ROUNDS=N` sets how many recordings are made of each kind.
+//! The recording of a violation is kept, and the test prints the line that replays its point.
 
 use std::fmt::Write as _;
 use std::fs::{self, File};
@@ -32,8 +33,8 @@ const LOG_BYTES: u64 = 4 << 30;
 /// Operations of each client in each of the three periods in which disks are served.
 const OPERATIONS: u64 = 40;
 
-/// Installs the programs that a machine needs, if they are missing. Returns `false` if that fails, after printing
-/// `skipped: why`.
+/// Installs the programs that a machine needs, if they are missing. Returns `false` if that fails,
+/// after printing `skipped: why`.
 fn installed() -> bool {
     let needs = [
         ("linux.uml", "user-mode-linux"),
@@ -100,7 +101,8 @@ fn number(name: &str) -> Option<u64> {
     )
 }
 
-/// Boots a machine that runs these commands of `power-cut`, with the file `log` in `dir` for dm-log-writes.
+/// Boots a machine that runs these commands of `power-cut`, with the file `log` in `dir` for
+/// dm-log-writes.
 fn run(dir: &Path, commands: &[String]) -> Outcome {
     let guest = UserMode {
         files: vec![dir.join("log")],
@@ -138,8 +140,8 @@ fn run(dir: &Path, commands: &[String]) -> Outcome {
     outcome
 }
 
-/// Records a life and judges `points` power cuts of it, a number or `each`. With a `fault`, stops at the first
-/// violation.
+/// Records a life and judges `points` power cuts of it, a number or `each`. With a `fault`, stops
+/// at the first violation.
 fn judged(kind: Kind, seed: u64, points: &str) -> Outcome {
     let area = tempfile::tempdir().unwrap();
     let dir = area.path();
@@ -231,8 +233,8 @@ fn no_power_cut_breaks_a_promise() {
                     let next = waiting.lock().unwrap().next();
                     let Some((kind, seed)) = next else { break };
                     let outcome = judged(kind, seed, &points);
-                    // One call prints the whole line, as soon as it is known: other tests print too, and a soak takes
-                    // long.
+                    // One call prints the whole line, as soon as it is known: other tests print
+                    // too, and a soak takes long.
                     print!("{}", row(kind, seed, &outcome));
                     done.lock().unwrap().push((kind, seed, outcome));
                 }

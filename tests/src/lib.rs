@@ -1,4 +1,5 @@
-//! The shared part of the integration tests: they run jobs with Linux guests, or print why this machine cannot.
+//! The shared part of the integration tests: they run jobs with Linux guests, or print why this
+//! machine cannot.
 
 mod daemon;
 mod loop_fs;
@@ -23,7 +24,8 @@ use walvisor_guest_images::{
 };
 use walvisor_testkit::Process;
 
-/// Installs a program that a test needs. Returns `false` if that fails, after printing `skipped: why`.
+/// Installs a program that a test needs. Returns `false` if that fails, after printing
+/// `skipped: why`.
 #[must_use]
 pub fn have(program: &str, package: &str) -> bool {
     match install_missing(&[(program, package)], &Reporter::quiet(None)) {
@@ -43,8 +45,8 @@ pub fn have_all(needs: &[(&str, &str)]) -> bool {
         .all(|(program, package)| have(program, package))
 }
 
-/// Installs passt, and checks that this machine has the default route that it takes its addresses from. Returns `false` if one
-/// of these fails, after printing `skipped: why`.
+/// Installs passt, and checks that this machine has the default route that it takes its addresses
+/// from. Returns `false` if one of these fails, after printing `skipped: why`.
 #[must_use]
 pub fn have_passt() -> bool {
     let routes = fs::read_to_string("/proc/net/route").unwrap_or_default();
@@ -107,7 +109,8 @@ pub fn sum_counter(place: &Path, name: &str, counter: &str) -> f64 {
 /// printing `skipped: why`.
 #[must_use]
 pub fn have_python() -> bool {
-    // An interpreter may be installed without its library. The package with the library contains this program.
+    // An interpreter may be installed without its library. The package with the library contains
+    // this program.
     have("pydoc3", "python3")
 }
 
@@ -161,9 +164,9 @@ pub fn images() -> GuestImages {
     GuestImages::ensure(&cache, &Reporter::quiet(None)).expect("the guest's images")
 }
 
-/// Runs `script` (with further `files`) as a job with the `walvisor` of this source tree. Prints the console, which
-/// the test harness shows if the test fails. Returns `None` if this machine cannot run it, after printing
-/// `skipped: why`.
+/// Runs `script` (with further `files`) as a job with the `walvisor` of this source tree. Prints
+/// the console, which the test harness shows if the test fails. Returns `None` if this machine
+/// cannot run it, after printing `skipped: why`.
 ///
 /// # Panics
 /// The images or `walvisor` cannot be built, or the machine cannot be started.
@@ -172,8 +175,8 @@ pub fn run_linux_job(script: &str, files: &[(&str, &str)]) -> Option<JobOutcome>
     run_on(Machine::choose().0, script, files)
 }
 
-/// Runs a job as [`run_linux_job`] does, but always in emulation: for scripts that need the modules and devices of
-/// the Debian kernel that they themselves run on.
+/// Runs a job as [`run_linux_job`] does, but always in emulation: for scripts that need the modules
+/// and devices of the Debian kernel that they themselves run on.
 ///
 /// # Panics
 /// As [`run_linux_job`].

@@ -11,8 +11,8 @@ pub struct LoopFs {
 }
 
 impl LoopFs {
-    /// Makes an XFS of 400 MiB, where files can share blocks, and mounts it. Returns `None` if that fails, after printing
-    /// `skipped: why`.
+    /// Makes an XFS of 400 MiB, where files can share blocks, and mounts it. Returns `None` if that
+    /// fails, after printing `skipped: why`.
     ///
     /// # Panics
     /// There is no room for the file.

@@ -8,7 +8,8 @@ use std::process::Command;
 
 use tempfile::TempDir;
 
-/// Programs that [`prepare`] and the guests need, with their packages. The search path has no directory with PostgreSQL's.
+/// Programs that [`prepare`] and the guests need, with their packages. The search path has no
+/// directory with PostgreSQL's.
 pub const NEEDS: [(&str, &str); 3] = [
     (INITDB, "postgresql-15"),
     ("setpriv", "util-linux"),
@@ -18,10 +19,11 @@ const INITDB: &str = "/usr/lib/postgresql/15/bin/initdb";
 /// Debian's user and group without any rights.
 const NOBODY: u32 = 65534;
 
-/// Makes a directory with `db`, a new database cluster, and `direct.so`, the library of `direct.c`. With this library the
-/// server writes its tables and indexes with `O_DIRECT`. Without it the server writes through the guest's page cache, and
-/// Linux may send the two halves of a page in two requests. `options` are further ones of `initdb`, which takes seconds
-/// in a guest, and less than one here.
+/// Makes a directory with `db`, a new database cluster, and `direct.so`, the library of `direct.c`.
+/// With this library the server writes its tables and indexes with `O_DIRECT`. Without it the
+/// server writes through the guest's page cache, and Linux may send the two halves of a page in two
+/// requests. `options` are further ones of `initdb`, which takes seconds in a guest, and less than
+/// one here.
 ///
 /// # Errors
 /// A file cannot be written, or a program does not start or fails.

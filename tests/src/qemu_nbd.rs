@@ -13,8 +13,8 @@ pub struct QemuNbd {
 }
 
 impl QemuNbd {
-    /// Starts qemu-nbd in `dir`, for the raw image and with the options that `arguments` names, and waits until it greets
-    /// clients at the socket `q`. By then it has opened the image.
+    /// Starts qemu-nbd in `dir`, for the raw image and with the options that `arguments` names, and
+    /// waits until it greets clients at the socket `q`. By then it has opened the image.
     ///
     /// # Panics
     /// qemu-nbd ends, or does not greet in time.

@@ -1,5 +1,6 @@
-//! What is typed, and what the program prints then, word by word: the files `sessions/NAME.trycmd` beside the tests. With
-//! `TRYCMD=overwrite` in the environment a test writes what is printed now into its file.
+//! What is typed, and what the program prints then, word by word: the files `sessions/NAME.trycmd`
+//! beside the tests. With `TRYCMD=overwrite` in the environment a test writes what is printed now
+//! into its file.
 
 use std::fs;
 use std::os::unix::fs::symlink;
@@ -9,8 +10,9 @@ use std::time::Duration;
 
 use walvisor_testkit::process::program;
 
-/// Runs each session of `sessions/NAME.trycmd`, beside the file of the calling test, in `dir`. It must end with the status and the
-/// one line on stderr that the file has. The `variables` of the file stand for texts, and so does `[DIR]` for the directory.
+/// Runs each session of `sessions/NAME.trycmd`, beside the file of the calling test, in `dir`. It
+/// must end with the status and the one line on stderr that the file has. The `variables` of the
+/// file stand for texts, and so does `[DIR]` for the directory.
 ///
 /// # Panics
 /// A session prints something else, or its file has more than a line of errors.

@@ -1,5 +1,5 @@
-//! The public items of the crates that other programs embed are those in their `api.txt`: a change is seen, and is meant.
-//! `make api-update` writes the files.
+//! The public items of the crates that other programs embed are those in their `api.txt`: a change
+//! is seen, and is meant. `make api-update` writes the files.
 
 use std::collections::BTreeSet;
 use std::fs;
@@ -18,7 +18,8 @@ const CRATES: [(&str, &str); 3] = [
 /// The format of rustdoc's JSON that the library `public-api` reads.
 const FORMAT: u64 = 57;
 
-/// The public items of a crate, a line each; `None` if this compiler's rustdoc writes another format.
+/// The public items of a crate, a line each; `None` if this compiler's rustdoc writes another
+/// format.
 fn items(name: &str) -> Option<String> {
     let tests = Path::new(env!("CARGO_MANIFEST_DIR"));
     let cargo = std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into());

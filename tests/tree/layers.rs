@@ -1,6 +1,7 @@
-//! The folders of a crate are layers, and so are the files beside them: each imports only its own layer or lower ones, and no
-//! two folders import each other, directly or in a circle, re-exports of the crate's root included. Inside a folder files may
-//! know each other. The test reads the `use` lines and paths of the sources, without their tests.
+//! The folders of a crate are layers, and so are the files beside them: each imports only its own
+//! layer or lower ones, and no two folders import each other, directly or in a circle, re-exports
+//! of the crate's root included. Inside a folder files may know each other. The test reads the
+//! `use` lines and paths of the sources, without their tests.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs;

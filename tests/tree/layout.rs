@@ -1,4 +1,5 @@
-//! docs/layout.md sends somebody new to the folder that does a job: what it names is there. Each test of `tests/` is built.
+//! docs/layout.md sends somebody new to the folder that does a job: what it names is there. Each
+//! test of `tests/` is built.
 
 use std::collections::BTreeSet;
 use std::fs;

@@ -32,8 +32,8 @@ fn what_outlives_a_command_is_named_and_fails_it() {
         assert_eq!((ended.stdout, ended.stderr), (Vec::new(), Vec::new()));
     }
 
-    // A process that the script started and left is killed. So this call returns although that process holds its
-    // stdout.
+    // A process that the script started and left is killed. So this call returns although that
+    // process holds its stdout.
     let ended = run(target, "sleep 1001 & echo $!");
     let told = String::from_utf8(ended.stdout).unwrap();
     assert_eq!(ended.status.code(), Some(1), "{told}");
@@ -43,8 +43,8 @@ fn what_outlives_a_command_is_named_and_fails_it() {
         format!("left over: process {process}: sleep 1001 in /\n")
     );
 
-    // A process with another environment is recognized by its program or its directory. It may belong to another run,
-    // so it is only reported.
+    // A process with another environment is recognized by its program or its directory. It may
+    // belong to another run, so it is only reported.
     let directory = target.join("directory");
     fs::create_dir(&directory).unwrap();
     symlink("/bin/sleep", target.join("link")).unwrap();

@@ -1,4 +1,5 @@
-//! The targets of the links in the documentation pages exist, and so do the source files that they name.
+//! The targets of the links in the documentation pages exist, and so do the source files that they
+//! name.
 
 use std::fs;
 use std::path::{Path, PathBuf};

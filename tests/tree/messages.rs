@@ -1,5 +1,5 @@
-//! Messages for people have no gaps: a line of a string literal that goes on in the next one ends with a backslash, and only a lost
-//! backslash leaves the indentation in the text.
+//! Messages for people have no gaps: a line of a string literal that goes on in the next one ends
+//! with a backslash, and only a lost backslash leaves the indentation in the text.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -55,7 +55,8 @@ fn literal(source: &str) -> (String, usize) {
     (text, at)
 }
 
-/// Whether there is a gap between two words of a text, which are not the label and the value of a line.
+/// Whether there is a gap between two words of a text, which are not the label and the value of a
+/// line.
 fn has_gap(text: &str) -> bool {
     let gap = text.trim().find(GAP);
     gap.is_some_and(|at| text.trim()[..at].len() > 12)

@@ -1,5 +1,5 @@
-//! docs/design.md names every file that a WRITE or a FLUSH passes. Callgrind tells which files a daemon passes: it
-//! counts the instructions of each source file, inlined ones included.
+//! docs/design.md names every file that a WRITE or a FLUSH passes. Callgrind tells which files a
+//! daemon passes: it counts the instructions of each source file, inlined ones included.
 
 use std::collections::{BTreeMap, HashMap};
 use std::fs;

@@ -265,7 +265,8 @@ const SPARE_RINGS: usize = 64;
 /// Most rings of a process; each takes about 30 KiB of the kernel's memory.
 const MOST_RINGS: usize = 512;
 
-/// Makes the rings with which these disks are read and written, before the process gives up the right to make more.
+/// Makes the rings with which these disks are read and written, before the process gives up the
+/// right to make more.
 pub fn prepare_rings<'a>(disks: impl IntoIterator<Item = &'a OpenDisk>) {
     let queues = disks
         .into_iter()

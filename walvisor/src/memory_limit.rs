@@ -1,7 +1,8 @@
-//! The memory that a daemon may use: `--memory-limit`, or three quarters of what its cgroup and its machine have.
+//! The memory that a daemon may use: `--memory-limit`, or three quarters of what its cgroup and its
+//! machine have.
 //!
-//! What the process and its logs need is set aside at the start. Requests and clients share the rest, see
-//! [`MemoryBudget`].
+//! What the process and its logs need is set aside at the start. Requests and clients share the
+//! rest, see [`MemoryBudget`].
 
 use std::fs;
 use std::path::Path;
@@ -13,7 +14,8 @@ use crate::size::show_size;
 
 /// What a daemon takes without disks and clients, in bytes.
 const PROCESS_BYTES: u64 = 24 << 20;
-/// The least that requests share, in bytes: the longest one, of [`MAX_REQUEST_BYTES`](walvisor_devices::backend::MAX_REQUEST_BYTES).
+/// The least that requests share, in bytes: the longest one, of
+/// [`MAX_REQUEST_BYTES`](walvisor_devices::backend::MAX_REQUEST_BYTES).
 const REQUEST_BYTES: u64 = 16 << 20;
 
 /// Sets the limit of this process, which serves `disks`. Returns what is set aside for the process.
@@ -25,7 +27,8 @@ pub fn set(
     disks: &[crate::disk_spec::DiskSpec],
 ) -> Result<Option<MemoryReservation>, String> {
     let limit = asked.unwrap_or_else(usual);
-    // A sixteenth is for buffers that are used again, and an eighth for clients that ask for little.
+    // A sixteenth is for buffers that are used again, and an eighth for clients that ask for
+    // little.
     let needed = |limit| {
         let fixed = PROCESS_BYTES + REQUEST_BYTES + disks::memory_of_logs(disks, limit);
         (fixed / 13 * 16).next_multiple_of(1 << 20)
@@ -65,8 +68,9 @@ fn usual() -> u64 {
     cgroup.unwrap_or(u64::MAX).min(machine) / 4 * 3
 }
 
-/// The least memory limit of the cgroups that `/proc/self/cgroup` names, and of those above them. `root`: where cgroups
-/// are mounted. In a container the names are those outside of it, and its own cgroup is the root.
+/// The least memory limit of the cgroups that `/proc/self/cgroup` names, and of those above them.
+/// `root`: where cgroups are mounted. In a container the names are those outside of it, and its own
+/// cgroup is the root.
 fn limit_of_cgroups(cgroups: &str, root: &Path) -> Option<u64> {
     let places = cgroups.lines().filter_map(|line| {
         let mut fields = line.splitn(3, ':').skip(1);

@@ -1,9 +1,11 @@
-//! What a daemon gives up of root once its sockets are bound: all capabilities, and with `--user` root itself.
+//! What a daemon gives up of root once its sockets are bound: all capabilities, and with `--user`
+//! root itself.
 //!
 //! ```text
 //!   sockets, certificates ─▶ names of sockets: a child keeps root ─▶ drop ─▶ Landlock ─▶ disks are opened ─▶ seccomp
 //! ```
-//! Disks are opened afterwards, so what the user may not do with them fails at the start, and not when a log grows.
+//! Disks are opened afterwards, so what the user may not do with them fails at the start, and not
+//! when a log grows.
 
 use std::ffi::{CStr, CString};
 use std::fs::{self, Metadata};
@@ -97,7 +99,8 @@ fn find(name: &str) -> Option<(u32, u32)> {
     // SAFETY: the entry is plain data, for which zero is valid.
     let mut entry: libc::passwd = unsafe { std::mem::zeroed() };
     let mut found = std::ptr::null_mut();
-    // SAFETY: the name ends with zero, the buffer has the length that is given, and entry and found outlive the call.
+    // SAFETY: the name ends with zero, the buffer has the length that is given, and entry and found
+    // outlive the call.
     let failed = unsafe {
         libc::getpwnam_r(
             name.as_ptr(),
@@ -125,10 +128,11 @@ fn groups_of(name: &str, gid: u32) -> Vec<u32> {
     groups
 }
 
-/// Gives up all capabilities, and becomes `user` if there is one. Call it while there is one thread.
+/// Gives up all capabilities, and becomes `user` if there is one. Call it while there is one
+/// thread.
 ///
-/// Root keeps CAP_DAC_OVERRIDE if one of `paths`, a directory on the way to it, or a file in it belongs to somebody else, or is
-/// closed to root.
+/// Root keeps CAP_DAC_OVERRIDE if one of `paths`, a directory on the way to it, or a file in it
+/// belongs to somebody else, or is closed to root.
 ///
 /// # Errors
 /// If the system refuses.
@@ -144,8 +148,9 @@ pub fn drop_root<'a>(
     };
     for capability in 0..64 {
         if kept.bits() & (1 << capability) == 0 {
-            // Not every kernel has each of them, and only CAP_SETPCAP allows this. Without new privileges none comes
-            // from there anyway. SAFETY: this changes a bit of the process, no memory.
+            // Not every kernel has each of them, and only CAP_SETPCAP allows this. Without new
+            // privileges none comes from there anyway. SAFETY: this changes a bit of the process,
+            // no memory.
             unsafe { libc::prctl(libc::PR_CAPBSET_DROP, capability, 0, 0, 0) };
         }
     }
@@ -166,8 +171,8 @@ pub fn drop_root<'a>(
     Ok(())
 }
 
-/// Whether a path, a directory on the way to it, or a file in it belongs to another user than this process's, or is closed to
-/// its own.
+/// Whether a path, a directory on the way to it, or a file in it belongs to another user than this
+/// process's, or is closed to its own.
 fn needs_override(path: &Path) -> bool {
     let me = geteuid().as_raw();
     let closed = |found: io::Result<Metadata>| {

@@ -1,5 +1,5 @@
-//! Lines on stderr are a resource: a stranger who connects again and again must not fill the disk of
-//! whoever keeps them. The same warning is shown a few times a minute, and then counted.
+//! Lines on stderr are a resource: a stranger who connects again and again must not fill the disk
+//! of whoever keeps them. The same warning is shown a few times a minute, and then counted.
 //!
 //! Two warnings are the same if the same place in the program wrote them, and their texts differ in
 //! numbers only. Of one place a few texts are told apart, so that the trouble of one disk does not
@@ -126,7 +126,8 @@ impl Repeats {
     }
 }
 
-/// The text with one 0 in place of each number. Those that end a word or begin a file's name stay: they tell disks apart.
+/// The text with one 0 in place of each number. Those that end a word or begin a file's name stay:
+/// they tell disks apart.
 fn without_numbers(text: &str) -> String {
     let mut key = String::with_capacity(text.len());
     let (mut before, mut named) = (' ', false);

@@ -3,17 +3,18 @@
 use std::alloc::{GlobalAlloc, Layout, System};
 use std::sync::atomic::{AtomicUsize, Ordering};
 
-/// The system's allocator, which aborts on what an unchecked length would ask for: one allocation of more than
-/// `LONGEST` bytes, or more than `MOST` bytes at a time.
+/// The system's allocator, which aborts on what an unchecked length would ask for: one allocation
+/// of more than `LONGEST` bytes, or more than `MOST` bytes at a time.
 pub struct BoundedAllocator<const LONGEST: usize, const MOST: usize>;
 
-/// Bounds for a device over a disk of 32 KiB: no request may need more memory. A RAM disk's chunk, the inputs and the
-/// copies of guest memory are 64 KiB; queues have 16 descriptors.
+/// Bounds for a device over a disk of 32 KiB: no request may need more memory. A RAM disk's chunk,
+/// the inputs and the copies of guest memory are 64 KiB; queues have 16 descriptors.
 pub type DeviceBounds = BoundedAllocator<{ 128 << 10 }, { 2 << 20 }>;
 
 static ALLOCATED: AtomicUsize = AtomicUsize::new(0);
 
-// SAFETY: every call is passed on to the system's allocator, which keeps the promises of this trait.
+// SAFETY: every call is passed on to the system's allocator, which keeps the promises of this
+// trait.
 unsafe impl<const LONGEST: usize, const MOST: usize> GlobalAlloc
     for BoundedAllocator<LONGEST, MOST>
 {

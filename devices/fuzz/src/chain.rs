@@ -1,5 +1,5 @@
-//! What a descriptor chain means (virtio 1.2, 2.7.5), in a copy of the guest's memory, which begins at address 0. Shares no
-//! code with the device.
+//! What a descriptor chain means (virtio 1.2, 2.7.5), in a copy of the guest's memory, which begins
+//! at address 0. Shares no code with the device.
 
 const NEXT: u16 = 1;
 const WRITE: u16 = 2;
@@ -81,8 +81,8 @@ pub fn gather(memory: &[u8], segments: &[Segment], from: u64, len: u64) -> Optio
     (bytes.len() as u64 == len).then_some(bytes)
 }
 
-/// Writes `data` into `segments` from the first on; `false`: a part of it lies outside the memory. Then the contents of
-/// the ranges (start, length) in `any` are undefined.
+/// Writes `data` into `segments` from the first on; `false`: a part of it lies outside the memory.
+/// Then the contents of the ranges (start, length) in `any` are undefined.
 pub fn scatter(
     memory: &mut [u8],
     any: &mut Vec<(usize, usize)>,

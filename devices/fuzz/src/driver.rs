@@ -19,8 +19,8 @@ pub trait Bus {
 /// ACKNOWLEDGE and DRIVER; those and FEATURES_OK; those and DRIVER_OK.
 const STATUS: [u32; 3] = [3, 11, 15];
 
-/// Takes the device from reset to DRIVER_OK, with the offered features among `wanted` and queues of `size` descriptors
-/// (virtio 1.2, 3.1.1).
+/// Takes the device from reset to DRIVER_OK, with the offered features among `wanted` and queues of
+/// `size` descriptors (virtio 1.2, 3.1.1).
 pub fn start(bus: &mut impl Bus, wanted: u64, size: u16) {
     let [found, accepted, live] = STATUS;
     bus.set(Register::Status, 0);
@@ -73,7 +73,8 @@ pub fn request(bus: &mut impl Bus, input: &mut Input) {
     bus.notify(queue);
 }
 
-/// Checks that the device works after a reset, whatever its state was: each queue writes a sector and reads it back.
+/// Checks that the device works after a reset, whatever its state was: each queue writes a sector
+/// and reads it back.
 pub fn finish(bus: &mut impl Bus) {
     bus.set(Register::Status, 0);
     assert_eq!(bus.get(Register::Status), 0, "the device does not reset");

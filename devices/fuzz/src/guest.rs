@@ -66,11 +66,13 @@ fn guarded_region() -> MmapRegion {
     }
     .expect("memory");
     let (access, kind) = (access.bits() as i32, MapFlags::PRIVATE.bits() as i32);
-    // SAFETY: these pages stay mapped with this access for as long as the process lives, and no other code uses them.
+    // SAFETY: these pages stay mapped with this access for as long as the process lives, and no
+    // other code uses them.
     unsafe { MmapRegion::build_raw(start, REGION, access, kind) }.expect("a region")
 }
 
-/// Addresses of a queue's descriptor table, available ring and used ring, as a correct driver sets them.
+/// Addresses of a queue's descriptor table, available ring and used ring, as a correct driver sets
+/// them.
 pub fn rings(queue: u16) -> [u64; 3] {
     [0x100, 0x300, 0x400].map(|at| at + u64::from(queue) * 0x800)
 }
@@ -86,7 +88,8 @@ pub struct Guest {
     pub memory: Arc<GuestMemoryMmap>,
     /// The available index of each queue.
     available: [u16; QUEUES as usize],
-    /// A copy of the memory, taken while the device was not live. The device must not change memory then.
+    /// A copy of the memory, taken while the device was not live. The device must not change memory
+    /// then.
     quiet: Option<Vec<u8>>,
 }
 
@@ -123,7 +126,8 @@ impl Guest {
         bytes
     }
 
-    /// Checks after a step that a device that is not live has not changed memory since the last step.
+    /// Checks after a step that a device that is not live has not changed memory since the last
+    /// step.
     pub fn check_quiet(&mut self, live: bool) {
         if live {
             self.quiet = None;
@@ -151,7 +155,8 @@ impl Guest {
         self.write(0, &[0; 0x1000]);
     }
 
-    /// Makes a request available: a header, `len` bytes of data that the device reads or writes, and a status.
+    /// Makes a request available: a header, `len` bytes of data that the device reads or writes,
+    /// and a status.
     pub fn offer(&mut self, queue: u16, size: u16, kind: u32, sector: u64, len: u32) {
         self.forget_quiet();
         let [table, available, _] = rings(queue);

@@ -1,8 +1,9 @@
-//! Any reads and writes of a virtio-mmio device's registers, of any width at any offset, while its queues run. Every
-//! value read matches a model of the registers, a device that is not live touches no memory, and after a reset the
-//! device works.
+//! Any reads and writes of a virtio-mmio device's registers, of any width at any offset, while its
+//! queues run. Every value read matches a model of the registers, a device that is not live touches
+//! no memory, and after a reset the device works.
 //!
-//! An *input* is a byte of options (1: a disk in writethrough mode), then steps, see `Machine::step`.
+//! An *input* is a byte of options (1: a disk in writethrough mode), then steps, see
+//! `Machine::step`.
 #![no_main]
 
 use std::sync::Arc;
@@ -115,7 +116,8 @@ impl Machine {
             return;
         };
         match register {
-            // The status has 8 bits. A value whose low 8 bits alone are zero is no reset and has no effect.
+            // The status has 8 bits. A value whose low 8 bits alone are zero is no reset and has no
+            // effect.
             Register::Status if value != 0 && value as u8 == 0 => {}
             Register::QueueReset if value != 1 => {}
             register => self.registers.write(*register, value),
@@ -157,7 +159,8 @@ impl Machine {
                     .check_status(u8::try_from(value).expect("8 bits"));
             }
             (_, _, Some((_, Register::QueueReset, _))) => self.registers.check_queue_reset(value),
-            // The model cannot know whether the device could enable the queue during the queue's reset.
+            // The model cannot know whether the device could enable the queue during the queue's
+            // reset.
             (_, _, Some((_, Register::Ready, _))) if self.registers.draining() => {
                 assert!(value < 2, "queue ready");
             }
@@ -173,7 +176,8 @@ impl Machine {
                 let most = if self.registers.live() { 3 } else { 0 };
                 assert_eq!(value & !most, 0, "interrupt status");
             }
-            // The configuration generation, which nothing here changes, and registers that are reserved or write-only.
+            // The configuration generation, which nothing here changes, and registers that are
+            // reserved or write-only.
             _ => assert_eq!(value, 0, "at {offset:#x}"),
         }
         bytes

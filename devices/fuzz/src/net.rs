@@ -1,9 +1,11 @@
-//! Any frames in any descriptor chains of a network device, in both directions, and any bytes in its rings. What reaches
-//! the link and the driver is exactly what a model says, and a reset makes the device work again.
+//! Any frames in any descriptor chains of a network device, in both directions, and any bytes in
+//! its rings. What reaches the link and the driver is exactly what a model says, and a reset makes
+//! the device work again.
 //!
-//! An *input* is a byte of options (1: EVENT_IDX), then steps: `queue u8` (its low bit), for the receive queue `length
-//! u8` of a frame, `header flags u8`, `head and number of descriptors u8` and the descriptors `place u8, length u8, flags
-//! u8`; or 0xff, a length, and that many bytes for the rings of both queues.
+//! An *input* is a byte of options (1: EVENT_IDX), then steps: `queue u8` (its low bit), for the
+//! receive queue `length u8` of a frame, `header flags u8`, `head and number of descriptors u8` and
+//! the descriptors `place u8, length u8, flags u8`; or 0xff, a length, and that many bytes for the
+//! rings of both queues.
 #![no_main]
 
 use std::io::{Read, Write};
@@ -129,7 +131,8 @@ impl Driver {
         self.exchange(queue, head, &frame);
     }
 
-    /// Has the device carry out the chain at `head`, with `frame` if it is a buffer, and compares with what it should do.
+    /// Has the device carry out the chain at `head`, with `frame` if it is a buffer, and compares
+    /// with what it should do.
     fn exchange(&mut self, queue: usize, head: u16, frame: &[u8]) {
         let rings = queue as u64 * RINGS;
         let before = self.indices[queue];
@@ -286,8 +289,8 @@ impl Driver {
         assert!(bytes == frame, "a frame was changed");
     }
 
-    /// Writes any bytes into the rings of both queues, their indices included. The device may do anything with them,
-    /// except crash or send what is no frame.
+    /// Writes any bytes into the rings of both queues, their indices included. The device may do
+    /// anything with them, except crash or send what is no frame.
     fn scribble(&mut self, input: &mut Input) {
         let len = usize::from(input.byte()) * 8;
         let mut bytes = vec![0; len];

@@ -1,5 +1,5 @@
-//! A model of the registers that both transports have (virtio 1.2, 2.1, 2.2, 2.6.1, 3.1, 4.1.4.3 and 4.2.2): the values
-//! that a driver must read back. Shares no code with the device.
+//! A model of the registers that both transports have (virtio 1.2, 2.1, 2.2, 2.6.1, 3.1, 4.1.4.3
+//! and 4.2.2): the values that a driver must read back. Shares no code with the device.
 
 use crate::guest::{QUEUE_SIZE, QUEUES};
 
@@ -30,7 +30,8 @@ pub enum Register {
     QueueSelect,
     /// The queue's size.
     QueueSize,
-    /// Half of one of the queue's addresses: 0 table, 1 available ring, 2 used ring; then 0 lower, 1 upper half.
+    /// Half of one of the queue's addresses: 0 table, 1 available ring, 2 used ring; then 0 lower,
+    /// 1 upper half.
     Address(usize, usize),
     /// Whether the queue is enabled.
     Ready,

@@ -1,6 +1,7 @@
-//! Any bytes in the memory of a TCMU ring, while commands come and end. Before the input scribbles, the model of the
-//! kernel gets the responses that it expects, in any order and through any number of wraps. After that, the ring
-//! accesses nothing outside the memory, allocates nothing by an unchecked length, and at worst stops with an error.
+//! Any bytes in the memory of a TCMU ring, while commands come and end. Before the input scribbles,
+//! the model of the kernel gets the responses that it expects, in any order and through any number
+//! of wraps. After that, the ring accesses nothing outside the memory, allocates nothing by an
+//! unchecked length, and at worst stops with an error.
 //!
 //! An *input* is a byte for the ring's first position, then steps, see `Machine::step`.
 #![no_main]
@@ -43,7 +44,8 @@ struct Machine {
     ring: Option<CommandRing>,
     /// Commands that were taken and not answered yet.
     taken: Vec<Command>,
-    /// The expected outcome of each answered command: its status, and the value of its data's bytes.
+    /// The expected outcome of each answered command: its status, and the value of its data's
+    /// bytes.
     expected: HashMap<u16, (u8, u8)>,
     /// The input has overwritten mailbox or ring, so results are no longer compared.
     hostile: bool,

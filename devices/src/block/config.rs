@@ -8,21 +8,23 @@ pub(crate) const CONFIG_LEN: usize = 72;
 /// Offset of `writeback`, the only field that a driver may write.
 pub(super) const WRITEBACK: usize = 32;
 
-/// The most sectors that one DISCARD, WRITE_ZEROES or SECURE_ERASE may cover: 2 GiB, so that the work of a request is
-/// bounded.
+/// The most sectors that one DISCARD, WRITE_ZEROES or SECURE_ERASE may cover: 2 GiB, so that the
+/// work of a request is bounded.
 pub(crate) const MAX_ERASE_SECTORS: u32 = 1 << 22;
 
-/// The most data segments of a request, whatever the queue size. Together with [`size_max`] it keeps every request that a
-/// driver may make within the backend's limit.
+/// The most data segments of a request, whatever the queue size. Together with [`size_max`] it
+/// keeps every request that a driver may make within the backend's limit.
 const MAX_SEGMENTS: u32 = 254;
 
 /// A driver must be able to send segments of at least this size: a page.
 const PAGE: u32 = 4096;
 
-/// Physical block in bytes: the alignment of the log, and the usual block size of the media under base images.
+/// Physical block in bytes: the alignment of the log, and the usual block size of the media under
+/// base images.
 const PHYSICAL_BLOCK: u32 = 4096;
 
-/// `seg_max`: the queue must also hold the header and the status, and the backend must take a page per segment.
+/// `seg_max`: the queue must also hold the header and the status, and the backend must take a page
+/// per segment.
 pub(super) fn seg_max(queue_size: u16, max_request: u32) -> u32 {
     u32::from(queue_size)
         .saturating_sub(2)
@@ -30,7 +32,8 @@ pub(super) fn seg_max(queue_size: u16, max_request: u32) -> u32 {
         .clamp(1, MAX_SEGMENTS)
 }
 
-/// `size_max`: the largest power of two for which `seg_max` segments stay within `max_request` bytes.
+/// `size_max`: the largest power of two for which `seg_max` segments stay within `max_request`
+/// bytes.
 pub(super) fn size_max(queue_size: u16, max_request: u32) -> u32 {
     let share = max_request / seg_max(queue_size, max_request);
     1 << share.max(SECTOR_SIZE as u32).ilog2()

@@ -10,11 +10,11 @@ use crate::backend::Capabilities;
 use crate::virtio::Features;
 
 impl Features {
-    /// The features that a device with this number of queues offers over a backend with these capabilities: only what the
-    /// backend really implements.
+    /// The features that a device with this number of queues offers over a backend with these
+    /// capabilities: only what the backend really implements.
     ///
-    /// Never offered: LIFETIME, because no backend knows the wear of flash (5.2.6.2: then it MUST NOT be offered);
-    /// GEOMETRY, because there are no cylinders.
+    /// Never offered: LIFETIME, because no backend knows the wear of flash (5.2.6.2: then it MUST
+    /// NOT be offered); GEOMETRY, because there are no cylinders.
     pub(crate) fn for_backend(backend: Capabilities, queues: u16) -> Self {
         let mut set = Self::of_every_device();
         for bit in [

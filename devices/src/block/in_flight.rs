@@ -10,7 +10,8 @@ use crate::backend::{MemoryCharge, Operation, SECTOR_SIZE};
 use crate::latency::OperationKind;
 use crate::reactor::LEAST_IN_FLIGHT;
 
-/// Cap on the payload bytes that a queue has in flight; above it, chains stay in the ring. One request may exceed it.
+/// Cap on the payload bytes that a queue has in flight; above it, chains stay in the ring. One
+/// request may exceed it.
 pub(super) const MAX_BYTES_IN_FLIGHT: usize = 32 << 20;
 
 /// A request that was handed to the backend.
@@ -121,7 +122,8 @@ impl RequestTable {
         request.is_some_and(|request| std::mem::take(&mut request.pending.flush_after))
     }
 
-    /// Whether the caller still has to call `notify_written` for the request; returns `true` only once.
+    /// Whether the caller still has to call `notify_written` for the request; returns `true` only
+    /// once.
     pub(super) fn take_await_written(&mut self, token: u64) -> bool {
         let request = self.requests.get_mut(token as usize);
         request.is_some_and(|request| std::mem::take(&mut request.await_written))

@@ -89,20 +89,22 @@ pub struct BlockConfig {
     pub queue_size: u16,
     /// The string that GET_ID returns, at most 20 bytes.
     pub serial: String,
-    /// Logical block in bytes, 512 or 4096. A driver's requests should be multiples of it, but any whole number of sectors
-    /// works (virtio 1.2, 5.2.5).
+    /// Logical block in bytes, 512 or 4096. A driver's requests should be multiples of it, but any
+    /// whole number of sectors works (virtio 1.2, 5.2.5).
     pub block_size: u32,
-    /// Whether IN_ORDER is offered. A driver that accepts it gets its requests back in the order in which it sent them, so
-    /// each request waits for the slowest one before it.
+    /// Whether IN_ORDER is offered. A driver that accepts it gets its requests back in the order in
+    /// which it sent them, so each request waits for the slowest one before it.
     pub in_order: bool,
-    /// Processors for the queues' workers: the worker of queue `i` runs only on the processor at index `i` modulo the
-    /// length of the list. Empty: the system decides.
+    /// Processors for the queues' workers: the worker of queue `i` runs only on the processor at
+    /// index `i` modulo the length of the list. Empty: the system decides.
     pub worker_cpus: Vec<u16>,
-    /// How long a worker with nothing in flight polls its ring for the next request before it sleeps, at most
-    /// [`MAX_POLL`]. Zero: no polling. Polling keeps a processor busy, and saves the doorbell and the wake-up.
+    /// How long a worker with nothing in flight polls its ring for the next request before it
+    /// sleeps, at most [`MAX_POLL`]. Zero: no polling. Polling keeps a processor busy, and saves
+    /// the doorbell and the wake-up.
     pub poll: Duration,
-    /// When a write is answered, for a driver that outlives this process: its front-end (vhost-user) records the requests
-    /// in flight. Other drivers end with this process, and their writes are answered at once.
+    /// When a write is answered, for a driver that outlives this process: its front-end
+    /// (vhost-user) records the requests in flight. Other drivers end with this process, and their
+    /// writes are answered at once.
     pub answer: Answer,
 }
 
@@ -196,7 +198,8 @@ impl VirtioBlock {
             return Err(BlockError::Poll(config.poll));
         }
         if !config.worker_cpus.is_empty() {
-            // If the affinity cannot be read, any processor is accepted; a worker that cannot be pinned logs a warning.
+            // If the affinity cannot be read, any processor is accepted; a worker that cannot be
+            // pinned logs a warning.
             let allowed = sched_getaffinity(None).ok();
             let forbidden = |cpu: &&u16| {
                 usize::from(**cpu) >= CpuSet::MAX_CPU
@@ -245,8 +248,9 @@ impl VirtioBlock {
         Arc::clone(&self.throttle)
     }
 
-    /// Whether the device has to flush after every write, because the driver expects completed writes to be stable and the
-    /// backend cannot be switched to writethrough (virtio 1.2, 5.2.6.2).
+    /// Whether the device has to flush after every write, because the driver expects completed
+    /// writes to be stable and the backend cannot be switched to writethrough (virtio 1.2,
+    /// 5.2.6.2).
     fn flush_after_write(&self, features: Features) -> bool {
         expects_writethrough(features)
             && self.capabilities.flush
@@ -266,17 +270,19 @@ impl VirtioBlock {
         self.capacity.swap(whole, Ordering::Relaxed) != whole
     }
 
-    /// Flushes what was written while the cache was volatile. virtio does not require it, but Linux sends no FLUSH in
-    /// writethrough mode, so an fsync would not make these writes durable.
+    /// Flushes what was written while the cache was volatile. virtio does not require it, but Linux
+    /// sends no FLUSH in writethrough mode, so an fsync would not make these writes durable.
     fn flush_before_writethrough(&self) {
         let backend = Arc::clone(&self.backend);
-        // The register write waits for a sync, which delays only other accesses to this device's registers.
+        // The register write waits for a sync, which delays only other accesses to this device's
+        // registers.
         if let Err(error) = self.workers.run_in_starter(move || flush(&*backend)) {
             tracing::error!(%error, "a driver asked for writethrough, and earlier writes cannot be flushed");
         }
     }
 
-    /// Lets the threads of `pool` serve the queues. Several devices may share a pool; by default each has its own.
+    /// Lets the threads of `pool` serve the queues. Several devices may share a pool; by default
+    /// each has its own.
     pub fn serve_with(&mut self, pool: Arc<WorkerPool>) {
         self.workers = pool;
     }
@@ -313,8 +319,8 @@ impl VirtioDevice for VirtioBlock {
 
     /// Sets the cache mode that follows from the driver's choice.
     ///
-    /// A driver without FLUSH cannot make writes stable, so they must be stable when they complete (5.2.6.2), and
-    /// `writeback` starts as 0 (5.2.5.2). Otherwise the configured mode applies.
+    /// A driver without FLUSH cannot make writes stable, so they must be stable when they complete
+    /// (5.2.6.2), and `writeback` starts as 0 (5.2.5.2). Otherwise the configured mode applies.
     fn accept_features(&self, features: Features) {
         self.cache.set_negotiated(!expects_writethrough(features));
     }
@@ -339,8 +345,8 @@ impl VirtioDevice for VirtioBlock {
         read_space(&space, offset, data);
     }
 
-    /// Writes the configuration space: only `writeback`, and only if CONFIG_WCE was negotiated. Other writes do nothing
-    /// (5.2.4).
+    /// Writes the configuration space: only `writeback`, and only if CONFIG_WCE was negotiated.
+    /// Other writes do nothing (5.2.4).
     fn write_config(&self, offset: u64, data: &[u8], features: Features) {
         if let (config::WRITEBACK, [value]) = (offset as usize, data)
             && features.has(VIRTIO_BLK_F_CONFIG_WCE)
@@ -361,7 +367,8 @@ impl VirtioDevice for VirtioBlock {
         status: Arc<DeviceStatus>,
     ) -> io::Result<QueueHandle> {
         let tracker = queue.tracker.take();
-        // A driver that outlives this process expects its completed writes to survive, flushed or not.
+        // A driver that outlives this process expects its completed writes to survive, flushed or
+        // not.
         let answer_when_written = tracker.is_some() && self.config.answer == Answer::Written;
         let ring = Virtqueue::new(
             &queue.setup,
@@ -410,8 +417,8 @@ impl VirtioDevice for VirtioBlock {
     }
 }
 
-/// Whether a driver that chose `features` expects completed writes to be stable, at least until it writes `writeback`
-/// itself.
+/// Whether a driver that chose `features` expects completed writes to be stable, at least until it
+/// writes `writeback` itself.
 fn expects_writethrough(features: Features) -> bool {
     !features.has(VIRTIO_BLK_F_FLUSH)
 }

@@ -148,8 +148,8 @@ impl PendingChain {
     ) -> Result<UsedElement, QueueError> {
         self.answered = true;
         memory.write_obj(status.byte(), self.status)?;
-        // 2.7.8.2: never claim bytes that were not written. The status byte comes last, so it counts only if everything
-        // before it was written.
+        // 2.7.8.2: never claim bytes that were not written. The status byte comes last, so it
+        // counts only if everything before it was written.
         let written = match (status, self.written) {
             (BlockStatus::Ok, written) if written == self.data_len => written + 1,
             (BlockStatus::Ok, written) => written,
@@ -208,7 +208,8 @@ pub(super) fn parse<G: GuestMemory>(
     Ok((pending, action))
 }
 
-/// Removes the last device-writable byte, the status byte, and returns its address. Descriptor boundaries do not matter.
+/// Removes the last device-writable byte, the status byte, and returns its address. Descriptor
+/// boundaries do not matter.
 fn take_status<G: GuestMemory>(
     memory: &G,
     writable: &mut Vec<GuestRange>,
@@ -314,7 +315,8 @@ fn decide<G: GuestMemory>(
     }
 }
 
-/// OUT: copies the payload out of guest memory, once, so that the guest cannot change it afterwards.
+/// OUT: copies the payload out of guest memory, once, so that the guest cannot change it
+/// afterwards.
 fn parse_write<G: GuestMemory>(
     memory: &G,
     sector: u64,
@@ -351,7 +353,8 @@ fn check_data_range(sector: u64, bytes: u64, rules: &BlockRules) -> Result<u32, 
     Ok(sectors)
 }
 
-/// DISCARD, WRITE_ZEROES and SECURE_ERASE: one segment `{ sector u64, num_sectors u32, flags u32 }`.
+/// DISCARD, WRITE_ZEROES and SECURE_ERASE: one segment
+/// `{ sector u64, num_sectors u32, flags u32 }`.
 fn parse_erase<G: GuestMemory>(
     memory: &G,
     mut readable: ReadableBytes,
@@ -361,8 +364,8 @@ fn parse_erase<G: GuestMemory>(
     if !rules.features.has(feature) {
         return Err(BlockStatus::Unsupported);
     }
-    // max_discard_seg, max_write_zeroes_seg and max_secure_erase_seg are 1. QEMU answers more segments with UNSUPP,
-    // and its driver tests expect that.
+    // max_discard_seg, max_write_zeroes_seg and max_secure_erase_seg are 1. QEMU answers more
+    // segments with UNSUPP, and its driver tests expect that.
     match readable.len().cmp(&(ERASE_SEGMENT_LEN as u64)) {
         Ordering::Less => return Err(BlockStatus::IoError),
         Ordering::Equal => {}

@@ -4,8 +4,8 @@
 //!   all available chains, a batch ─▶ kick ─▶ completions ─▶ used index once, ≤ 1 interrupt
 //! ```
 //! Memory is bounded. Chains stay in the ring while the process has no memory for them, and while
-//! [32 MiB](super::in_flight::MAX_BYTES_IN_FLIGHT), or as many requests as the queue has descriptors, are in flight.
-//! Completions make room for more.
+//! [32 MiB](super::in_flight::MAX_BYTES_IN_FLIGHT), or as many requests as the queue has
+//! descriptors, are in flight. Completions make room for more.
 
 use std::io;
 use std::sync::Arc;
@@ -129,8 +129,8 @@ impl<M: DeviceMemory> QueueWorker<M> {
             return Ok(false);
         }
         if !self.queue.is_emptied() {
-            // There was no room, or the turn was over. A completion will wake the worker, or the time if it waits for
-            // memory; it needs no doorbells until then.
+            // There was no room, or the turn was over. A completion will wake the worker, or the
+            // time if it waits for memory; it needs no doorbells until then.
             return Ok(self.hungry_since.is_none()
                 && self.in_flight.has_room()
                 && !self.batch.is_full(self.queue.ring.size())
@@ -140,8 +140,8 @@ impl<M: DeviceMemory> QueueWorker<M> {
         self.queue.wait(memory, found)
     }
 
-    /// Polls the ring for the configured time, with doorbells off; `true`: a chain is available. Does not poll while
-    /// requests are in flight, because it would not notice their completions.
+    /// Polls the ring for the configured time, with doorbells off; `true`: a chain is available.
+    /// Does not poll while requests are in flight, because it would not notice their completions.
     fn poll<G: GuestMemory>(&mut self, memory: &G, turn: &Turn<'_>) -> Result<bool, QueueError> {
         if self.config.poll.is_zero() || !self.in_flight.is_empty() {
             return Ok(false);
@@ -186,7 +186,8 @@ impl<M: DeviceMemory> QueueWorker<M> {
         let mut since = None;
         let mut available = self.queue.ring.available(memory)?;
         loop {
-            // The disk's limits hold at most one request of each queue; further ones stay in the ring.
+            // The disk's limits hold at most one request of each queue; further ones stay in the
+            // ring.
             if !self.in_flight.has_room()
                 || self.batch.is_full(size)
                 || self.port.is_holding()
@@ -196,7 +197,8 @@ impl<M: DeviceMemory> QueueWorker<M> {
             }
             let mut charge = None;
             let next = available.next_if(|bytes| {
-                // A longer payload is refused, and takes no memory. So is one that becomes longer after this look.
+                // A longer payload is refused, and takes no memory. So is one that becomes longer
+                // after this look.
                 let payload = bytes.saturating_sub(FRAME_BYTES).min(max_request as u64);
                 rules.max_request = payload as usize;
                 charge = self.budget.charge(payload);

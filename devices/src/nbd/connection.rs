@@ -1,5 +1,5 @@
-//! The transmission phase of a connection: received bytes become requests, and completed requests become replies.
-//! Nothing here blocks.
+//! The transmission phase of a connection: received bytes become requests, and completed requests
+//! become replies. Nothing here blocks.
 
 use std::io::ErrorKind;
 use std::os::fd::{AsFd, BorrowedFd};
@@ -25,9 +25,11 @@ use crate::event_loop::EventSet;
 use crate::latency::add;
 use crate::metrics::BlockMetrics;
 
-/// Cap on the bytes of requests in flight and unsent replies; above it the connection reads no more. One request may exceed it.
+/// Cap on the bytes of requests in flight and unsent replies; above it the connection reads no
+/// more. One request may exceed it.
 const MAX_BYTES: usize = 32 << 20;
-/// Cap on the bytes of unsent headers and errors, which no charge covers; above it the connection reads no more.
+/// Cap on the bytes of unsent headers and errors, which no charge covers; above it the connection
+/// reads no more.
 const MAX_HEADERS: usize = 64 << 10;
 /// How long a client may take to read its last replies when the server ends the connection.
 const CLOSE_TIMEOUT: Duration = Duration::from_secs(2);
@@ -62,11 +64,13 @@ pub(super) struct Connection {
     bytes: usize,
     /// The connection reads no more requests; those in flight are still completed and answered.
     closing: bool,
-    /// Set once the server ends the connection: a client that has not read its replies by then is disconnected.
+    /// Set once the server ends the connection: a client that has not read its replies by then is
+    /// disconnected.
     deadline: Option<Instant>,
     _seat: ConnectionSeat,
     _client: ClientGuard,
-    /// The last field, so that the export stays in use until everything else of the connection is dropped.
+    /// The last field, so that the export stays in use until everything else of the connection is
+    /// dropped.
     handshake: HandshakeResult,
 }
 
@@ -114,8 +118,8 @@ impl Connection {
         self.requests
     }
 
-    /// Calls `leave`, in any thread, when the client has to leave because of the memory that it holds. The next
-    /// [`next`](Self::next) then fails.
+    /// Calls `leave`, in any thread, when the client has to leave because of the memory that it
+    /// holds. The next [`next`](Self::next) then fails.
     pub(super) fn on_eviction(&self, leave: impl Fn() + Send + 'static) {
         self.memory.on_eviction(leave);
     }
@@ -201,12 +205,13 @@ impl Connection {
         Ok(0)
     }
 
-    /// The next request for the disk that has arrived in full, if the connection has room for it. Invalid requests
-    /// are refused here. The request stays inside its export's gate until its last step has ended.
+    /// The next request for the disk that has arrived in full, if the connection has room for it.
+    /// Invalid requests are refused here. The request stays inside its export's gate until its last
+    /// step has ended.
     ///
     /// # Errors
-    /// If the client breaks the protocol, or has to leave because of the memory that it holds. Its earlier requests are
-    /// carried out all the same.
+    /// If the client breaks the protocol, or has to leave because of the memory that it holds. Its
+    /// earlier requests are carried out all the same.
     pub(super) fn next(&mut self) -> Result<Option<PendingRequest>, ConnectionEnd> {
         if self.export().users.is_closed() {
             self.close();
@@ -215,7 +220,8 @@ impl Connection {
             return Err(ConnectionEnd::Greedy(self.memory.held()));
         }
         while (self.long_read.is_some() || !self.closing) && self.has_room() {
-            // Enter the gate before parsing, so that a thread that closes the gate waits for this request.
+            // Enter the gate before parsing, so that a thread that closes the gate waits for this
+            // request.
             let Some(guard) = GateGuard::enter(&self.handshake.export.gate) else {
                 break;
             };
@@ -328,8 +334,8 @@ impl Connection {
         }
     }
 
-    /// Sends as many bytes of replies as the socket takes, about `most` at most. Returns the number of bytes, and whether
-    /// the socket may take more.
+    /// Sends as many bytes of replies as the socket takes, about `most` at most. Returns the number
+    /// of bytes, and whether the socket may take more.
     ///
     /// # Errors
     /// If the client is gone.

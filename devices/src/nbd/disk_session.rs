@@ -1,8 +1,9 @@
 //! A disk's clients in one thread: a source of the reactor.
 //!
-//! A thread per connection would cost two context switches per request, most of a request's cost when many clients
-//! flush. One thread serves a dozen clients better: it submits all their requests to the disk as one batch, and a commit
-//! group wakes it once for all clients whose requests the group completed.
+//! A thread per connection would cost two context switches per request, most of a request's cost
+//! when many clients flush. One thread serves a dozen clients better: it submits all their requests
+//! to the disk as one batch, and a commit group wakes it once for all clients whose requests the
+//! group completed.
 //!
 //! Within the disk's turn its clients take turns too: one receives once, and takes [a
 //! few](MAX_TAKEN) of its requests; one gets a step of a request; and so on, until the turn is
@@ -90,7 +91,8 @@ impl Pool {
             return Ok(());
         };
         let (session, inbox) = DiskSession::open(&export, reservation.thread())?;
-        // The session has the connection's reservation, and the session is there as long as its clients.
+        // The session has the connection's reservation, and the session is there as long as its
+        // clients.
         let sent = inbox.send(SessionMessage::Connection(connection, None));
         debug_assert!(sent.is_ok(), "the session is new");
         sessions.push(SessionEntry {
@@ -117,7 +119,8 @@ enum SessionMessage {
     Connection(Box<Connection>, Option<Reservation>),
     /// What the export's `ExtentMapper` has found for the request with this token.
     Extents(usize, io::Result<Vec<Vec<ExtentStatus>>>),
-    /// The export's gate has opened or closed, the export is being removed, or a client has to leave.
+    /// The export's gate has opened or closed, the export is being removed, or a client has to
+    /// leave.
     Gate,
 }
 
@@ -247,13 +250,15 @@ struct DiskSession {
     /// Clients that may have sent something, in the order of their turns.
     readable: VecDeque<usize>,
     runnable: RunnableRequests,
-    /// Clients that may have replies to send, or whose socket may have to be watched for other events.
+    /// Clients that may have replies to send, or whose socket may have to be watched for other
+    /// events.
     dirty: VecDeque<usize>,
     /// Clients whose next request waits for memory, in the order of their turns.
     hungry: VecDeque<usize>,
     /// When they ask again.
     ask_at: Option<Instant>,
-    /// Completions still to handle, the next one last. Empty between turns, unless a panic has ended the turn.
+    /// Completions still to handle, the next one last. Empty between turns, unless a panic has
+    /// ended the turn.
     completions: Vec<Completion>,
     /// The client whose connection the session works on: a panic costs it alone.
     serving: Option<usize>,
@@ -328,12 +333,13 @@ impl DiskSession {
                     });
                 }
                 self.port.set_clients(self.clients.len());
-                // The client's first requests may have been decrypted together with the end of the handshake.
+                // The client's first requests may have been decrypted together with the end of the
+                // handshake.
                 self.mark_readable(key);
             }
             SessionMessage::Extents(token, extents) => self.end_query(token, extents, turn),
-            // If the gate is open, requests already received are taken; if it is closed, sockets are no longer watched
-            // for input. Connections to a removed export end.
+            // If the gate is open, requests already received are taken; if it is closed, sockets
+            // are no longer watched for input. Connections to a removed export end.
             SessionMessage::Gate => self
                 .client_keys()
                 .into_iter()
@@ -359,7 +365,8 @@ impl DiskSession {
         self.clients.iter().map(|(key, _)| key).collect()
     }
 
-    /// Begins to end all connections: clients get the replies to requests already taken, and no more requests are read.
+    /// Begins to end all connections: clients get the replies to requests already taken, and no
+    /// more requests are read.
     fn close_connections(&mut self) {
         for key in self.client_keys() {
             if let Some(connection) = &mut self.clients[key].connection {
@@ -579,7 +586,8 @@ impl DiskSession {
         }
     }
 
-    /// Sends replies of a client, updates which events its socket is watched for, and drops it if it is done.
+    /// Sends replies of a client, updates which events its socket is watched for, and drops it if
+    /// it is done.
     fn update_client(&mut self, key: usize, turn: &mut Turn<'_>) {
         let Some(client) = self.clients.get_mut(key) else {
             return;
@@ -606,7 +614,8 @@ impl DiskSession {
         let watched = match (client.watched.is_empty(), wanted.is_empty()) {
             _ if client.watched == wanted => Ok(()),
             (true, _) => turn.watch(connection, event, wanted),
-            // A watched socket reports a hang-up again and again, even if nothing is read from it or written to it.
+            // A watched socket reports a hang-up again and again, even if nothing is read from it
+            // or written to it.
             (_, true) => {
                 turn.unwatch(connection);
                 Ok(())
@@ -625,7 +634,8 @@ impl DiskSession {
         }
     }
 
-    /// When the first of the clients that don't read their last replies is disconnected; disconnects those that are late.
+    /// When the first of the clients that don't read their last replies is disconnected;
+    /// disconnects those that are late.
     fn end_late(&mut self, turn: &mut Turn<'_>) -> Option<Instant> {
         if !self.stopping && !self.export.users.is_closed() {
             return None;
@@ -657,7 +667,8 @@ impl DiskSession {
         self.remove_if_idle(key);
     }
 
-    /// Ends the connections that a panic has left in an unknown state. Their requests in flight are still carried out.
+    /// Ends the connections that a panic has left in an unknown state. Their requests in flight are
+    /// still carried out.
     fn drop_panicked(&mut self, turn: &mut Turn<'_>) {
         for key in std::mem::take(&mut self.panicked) {
             let in_flight = self.in_flight.iter();

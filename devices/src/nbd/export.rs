@@ -33,7 +33,8 @@ impl Export {
     /// Longest name, and longest description, in bytes (the protocol's limit on strings).
     pub const MAX_NAME_BYTES: usize = 4096;
 
-    /// Presents `backend` as `name`; `description` is for people. Both are truncated to [`MAX_NAME_BYTES`](Self::MAX_NAME_BYTES).
+    /// Presents `backend` as `name`; `description` is for people. Both are truncated to
+    /// [`MAX_NAME_BYTES`](Self::MAX_NAME_BYTES).
     pub fn new(name: &str, description: &str, backend: Arc<dyn Backend>) -> Self {
         let truncate =
             |text: &str| text[..text.floor_char_boundary(Self::MAX_NAME_BYTES)].to_owned();
@@ -52,8 +53,9 @@ impl Export {
         }
     }
 
-    /// Calls `deserted` whenever the last client has left. A client counts from the end of its handshake on. A thread of the
-    /// server makes the call, so the callback must not wait for the server to stop.
+    /// Calls `deserted` whenever the last client has left. A client counts from the end of its
+    /// handshake on. A thread of the server makes the call, so the callback must not wait for the
+    /// server to stop.
     pub fn when_deserted(self, deserted: impl Fn() + Send + Sync + 'static) -> Self {
         let deserted: Box<dyn Fn() + Send + Sync> = Box::new(deserted);
         Self {
@@ -174,7 +176,8 @@ impl Exports {
         free
     }
 
-    /// Removes an export, and returns once nobody uses it any more; `false`: no export has this name.
+    /// Removes an export, and returns once nobody uses it any more; `false`: no export has this
+    /// name.
     pub(super) fn remove(&self, name: &str) -> bool {
         let mut all = self.0.write().unwrap_or_else(PoisonError::into_inner);
         let index = all.iter().position(|export| export.name == name);
@@ -210,7 +213,8 @@ struct ExportControl {
 }
 
 impl DeviceControl for ExportControl {
-    /// NBD has no message for a new size. New connections see it, and existing ones may access the new sectors too.
+    /// NBD has no message for a new size. New connections see it, and existing ones may access the
+    /// new sectors too.
     fn capacity_changed(&self) {}
 
     /// FLUSH is advertised in both cache modes, so clients flush wherever they have to.

@@ -1,8 +1,9 @@
 //! A thread that asks a disk which of its sectors hold data, or have changed.
 //!
-//! A query may need a seek in the base image (SEEK_HOLE), which can take arbitrarily long on a network or user-space
-//! file system, and a worker that serves many disks must not wait for it. So each export starts a thread with its
-//! first query, and a slow file system delays only the clients that ask about its own disk.
+//! A query may need a seek in the base image (SEEK_HOLE), which can take arbitrarily long on a
+//! network or user-space file system, and a worker that serves many disks must not wait for it. So
+//! each export starts a thread with its first query, and a slow file system delays only the clients
+//! that ask about its own disk.
 //!
 //! The number of waiting queries is bounded by the requests that connections may have in flight.
 
@@ -75,7 +76,8 @@ impl ExtentQuery {
     }
 }
 
-/// The thread of an export, started by its first query. Dropping this ends the thread, after the pending queries.
+/// The thread of an export, started by its first query. Dropping this ends the thread, after the
+/// pending queries.
 #[derive(Default)]
 pub(super) struct ExtentMapper(Mutex<Option<MapperThread>>);
 
@@ -85,7 +87,8 @@ struct MapperThread {
 }
 
 impl ExtentMapper {
-    /// Queues a query of `backend`, which must be the same in every call; the thread passes the result to `callback`.
+    /// Queues a query of `backend`, which must be the same in every call; the thread passes the
+    /// result to `callback`.
     pub(super) fn ask(
         &self,
         backend: &Arc<dyn Backend>,

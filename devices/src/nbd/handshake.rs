@@ -20,7 +20,8 @@ use crate::listen::{Stop, Waiter, WakeReason};
 /// How long a client may take to choose its export, TLS included.
 const TIMEOUT: Duration = Duration::from_secs(10);
 const TOO_LONG: &str = "it took too long to choose an export";
-/// Longest data of an option, in bytes. A string has at most 4096 bytes, and an option needs only a few strings.
+/// Longest data of an option, in bytes. A string has at most 4096 bytes, and an option needs only a
+/// few strings.
 const MAX_OPTION: usize = 32 << 10;
 /// The preferred block size in bytes: a page, the block size of most file systems.
 const PREFERRED_BLOCK: u32 = 4096;
@@ -48,7 +49,8 @@ impl HandshakeChannel<'_> {
         if now >= self.deadline {
             return Err(ConnectionEnd::Broken(TOO_LONG));
         }
-        // Decrypted data can be read without waiting, but a server that stops must be noticed here too.
+        // Decrypted data can be read without waiting, but a server that stops must be noticed here
+        // too.
         let decrypted = events.contains(EventSet::IN) && self.wire.may_have_data();
         let until = if decrypted { now } else { self.deadline };
         match self.waiter.wait(&*self.wire, events, Some(until))? {
@@ -171,7 +173,8 @@ pub(super) fn negotiate(
                     Ok(config) => {
                         channel.write(&option_reply(option, reply::ACK, &[]))?;
                         channel.start_tls(config)?;
-                        // An attacker may have tampered with the unencrypted options, so they are forgotten.
+                        // An attacker may have tampered with the unencrypted options, so they are
+                        // forgotten.
                         negotiation = Negotiation::new(exports);
                     }
                     Err((kind, reason)) => {
@@ -233,7 +236,8 @@ pub(super) fn negotiate(
 struct Negotiation<'a> {
     exports: &'a Exports,
     framing: Framing,
-    /// The export that SET_META_CONTEXT named, and the contexts it chose. The choice is valid for that export alone.
+    /// The export that SET_META_CONTEXT named, and the contexts it chose. The choice is valid for
+    /// that export alone.
     contexts: Option<(Weak<Export>, Vec<MetaContext>)>,
 }
 
@@ -342,7 +346,8 @@ impl<'a> Negotiation<'a> {
         if wanted.contains(&info::DESCRIPTION) {
             send(info::DESCRIPTION, &[export.description.as_bytes()]);
         }
-        // After a crash, a write no longer than the maximum block size is there in full or not at all.
+        // After a crash, a write no longer than the maximum block size is there in full or not at
+        // all.
         let largest = export
             .backend
             .max_request_bytes()

@@ -1,4 +1,5 @@
-//! An NBD server: fixed newstyle handshake, structured and extended replies (the protocol's `doc/proto.md`).
+//! An NBD server: fixed newstyle handshake, structured and extended replies (the protocol's
+//! `doc/proto.md`).
 //!
 //! ```text
 //!   Server     a thread per listener: accept                                  server.rs
@@ -10,20 +11,23 @@
 //!           Wire   the socket, bare or under TLS                              wire.rs, tls_session.rs
 //!   ExtentMapper   a thread per export whose extents a client asks for        extent_mapper.rs
 //! ```
-//! Requests of a connection run concurrently, and each is answered as it ends. The memory of a connection is bounded:
-//! above the bound the worker reads nothing more from its socket. Connections share nothing but the disk, and a FLUSH
-//! on one covers the completed writes of all of them (CAN_MULTI_CONN).
+//! Requests of a connection run concurrently, and each is answered as it ends. The memory of a
+//! connection is bounded: above the bound the worker reads nothing more from its socket.
+//! Connections share nothing but the disk, and a FLUSH on one covers the completed writes of all of
+//! them (CAN_MULTI_CONN).
 //!
-//! A write is answered once it would survive the end of this process ([`Answer`](crate::backend::Answer)), since a
-//! client that reconnects does not repeat it. A FLUSH makes it durable, so a write with FUA needs only its FLUSH.
+//! A write is answered once it would survive the end of this process
+//! ([`Answer`](crate::backend::Answer)), since a client that reconnects does not repeat it. A FLUSH
+//! makes it durable, so a write with FUA needs only its FLUSH.
 //!
-//! TLS sits between the socket and both halves of a connection. The socket never blocks and rustls waits for nothing,
-//! so the event loop is the same with and without TLS. The one difference: decrypted bytes may be left when the socket
-//! is empty, and the event loop does not report those.
+//! TLS sits between the socket and both halves of a connection. The socket never blocks and rustls
+//! waits for nothing, so the event loop is the same with and without TLS. The one difference:
+//! decrypted bytes may be left when the socket is empty, and the event loop does not report those.
 //!
-//! Why no crate from crates.io: `nbd` calls itself a first sketch. It serves one request at a time from anything that can
-//! seek, without structured replies, block status or FUA. `nbdkit` is for plugins of another server. The codec is small,
-//! and pipelining, back-pressure and group commit are the reason to have this server.
+//! Why no crate from crates.io: `nbd` calls itself a first sketch. It serves one request at a time
+//! from anything that can seek, without structured replies, block status or FUA. `nbdkit` is for
+//! plugins of another server. The codec is small, and pipelining, back-pressure and group commit
+//! are the reason to have this server.
 //!
 //! ```
 //! use std::io::Read;

@@ -97,7 +97,8 @@ pub(super) mod chunk {
     pub(crate) const ERROR: u16 = (1 << 15) + 1;
 }
 
-/// States of an extent: the first two in the context `base:allocation`, the last in `qemu:dirty-bitmap:NAME`.
+/// States of an extent: the first two in the context `base:allocation`, the last in
+/// `qemu:dirty-bitmap:NAME`.
 pub(super) mod extent {
     pub(crate) const HOLE: u32 = 1;
     pub(crate) const ZERO: u32 = 2;
@@ -106,7 +107,8 @@ pub(super) mod extent {
 
 /// The metadata context that says which parts of a disk hold data.
 pub(super) const ALLOCATION: &str = "base:allocation";
-/// Prefix of the metadata contexts that say what has changed; the name of a point in the past follows.
+/// Prefix of the metadata contexts that say what has changed; the name of a point in the past
+/// follows.
 pub(super) const DIRTY_BITMAP: &str = "qemu:dirty-bitmap:";
 /// Queries that match every metadata context with this prefix.
 pub(super) const NAMESPACES: [&str; 3] = ["base:", "qemu:", DIRTY_BITMAP];
@@ -122,8 +124,8 @@ pub(super) enum Error {
     Shutdown = 108,
 }
 
-/// Longest payload of a request or reply in bytes, whatever block size was negotiated. Clients that do not ask for block
-/// sizes stay within this limit.
+/// Longest payload of a request or reply in bytes, whatever block size was negotiated. Clients that
+/// do not ask for block sizes stay within this limit.
 pub(super) const MAX_PAYLOAD: u64 = 32 << 20;
 
 /// The format of requests and replies on a connection.
@@ -163,7 +165,8 @@ impl NbdRequest {
         }
     }
 
-    /// Decodes a header of [`len`](Self::len) bytes. `None`: the magic number is wrong, so the stream cannot be parsed.
+    /// Decodes a header of [`len`](Self::len) bytes. `None`: the magic number is wrong, so the
+    /// stream cannot be parsed.
     pub(super) fn decode(bytes: &[u8], framing: Framing) -> Option<Self> {
         let mut fields = FieldReader(bytes);
         let magic = fields.u32()?;
@@ -189,7 +192,8 @@ impl NbdRequest {
     }
 }
 
-/// Reads big-endian fields from the front of a message; each method returns `None` if the message is too short.
+/// Reads big-endian fields from the front of a message; each method returns `None` if the message
+/// is too short.
 pub(super) struct FieldReader<'a>(pub(super) &'a [u8]);
 
 impl<'a> FieldReader<'a> {

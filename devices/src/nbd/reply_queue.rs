@@ -29,7 +29,8 @@ impl Piece {
     }
 }
 
-/// The sending half of a connection. Data is sent from the buffer that it was read into, without a copy.
+/// The sending half of a connection. Data is sent from the buffer that it was read into, without a
+/// copy.
 #[derive(Default)]
 pub(super) struct ReplyQueue {
     pieces: VecDeque<Piece>,
@@ -90,8 +91,8 @@ impl ReplyQueue {
         });
     }
 
-    /// Sends as much as the socket takes, at most `most` bytes. Returns the number of bytes, and whether the socket may
-    /// take more of what is left.
+    /// Sends as much as the socket takes, at most `most` bytes. Returns the number of bytes, and
+    /// whether the socket may take more of what is left.
     ///
     /// # Errors
     /// If the client is gone.

@@ -50,7 +50,8 @@ pub(super) struct PendingRequest {
     sector: u64,
     /// Whether the last step is a FLUSH that is not submitted yet.
     flush_after: bool,
-    /// Whether the request changes the disk, and [`take_await_written`](Self::take_await_written) was not called yet.
+    /// Whether the request changes the disk, and [`take_await_written`](Self::take_await_written)
+    /// was not called yet.
     await_written: bool,
     /// Whether the request was cut short because the server stops.
     cut: bool,
@@ -247,8 +248,8 @@ fn may_split(request: &NbdRequest, framing: Framing) -> bool {
         && (READ_STEP as u64 + 1..=MAX_PAYLOAD).contains(&request.length)
 }
 
-/// Bytes of memory that a request may need beside what every request takes. A write's payload arrives in buffers of
-/// `max_step` bytes.
+/// Bytes of memory that a request may need beside what every request takes. A write's payload
+/// arrives in buffers of `max_step` bytes.
 pub(super) fn memory_of(
     request: &NbdRequest,
     framing: Framing,
@@ -280,8 +281,8 @@ fn check_writable(can: Capabilities) -> Result<(), Error> {
     Ok(())
 }
 
-/// Checks a request's range, and returns its length in sectors, at least one. `beyond` is the error for a range that
-/// exceeds the disk.
+/// Checks a request's range, and returns its length in sectors, at least one. `beyond` is the error
+/// for a range that exceeds the disk.
 fn check_range(request: &NbdRequest, rules: &NbdRules<'_>, beyond: Error) -> Result<u64, Error> {
     let end = request.offset.checked_add(request.length).ok_or(beyond)?;
     if end > rules.backend.sectors().saturating_mul(SECTOR_SIZE) {
@@ -387,7 +388,8 @@ impl PendingRequest {
         }
     }
 
-    /// Whether the caller still has to make sure that the request's changes are written. Returns `true` only once.
+    /// Whether the caller still has to make sure that the request's changes are written. Returns
+    /// `true` only once.
     pub(super) fn take_await_written(&mut self) -> bool {
         std::mem::take(&mut self.await_written)
     }
@@ -399,7 +401,8 @@ impl PendingRequest {
         }
     }
 
-    /// Answers the request after its last step, or after a step that failed. Returns whether the request succeeded.
+    /// Answers the request after its last step, or after a step that failed. Returns whether the
+    /// request succeeded.
     pub(super) fn answer(
         mut self,
         result: Result<(), Failure>,
@@ -463,7 +466,8 @@ impl PendingRequest {
     }
 }
 
-/// Answers a request with an error. Returns `false`, as [`PendingRequest::answer`] does for a failure.
+/// Answers a request with an error. Returns `false`, as [`PendingRequest::answer`] does for a
+/// failure.
 pub(super) fn refuse(
     request: &NbdRequest,
     error: Error,
@@ -525,7 +529,8 @@ fn answer_extents(
         put_chunk_with_flags(out, framing, (kind, flags), request, len);
         out.extend(id);
         for (sectors, state) in extents {
-            // The cast is lossless: no extent is longer than the requested range, whose length has 32 bits.
+            // The cast is lossless: no extent is longer than the requested range, whose length has
+            // 32 bits.
             out.extend(((sectors * SECTOR_SIZE) as u32).to_be_bytes());
             out.extend(state.to_be_bytes());
         }

@@ -7,7 +7,8 @@ use super::protocol::{Framing, MAX_PAYLOAD, NbdRequest};
 use super::wire::Wire;
 use crate::backend::{Buffer, MemoryCharge, OutOfMemory};
 
-/// Size of the read buffer: room for thousands of requests without payload, or about thirty writes of 4 KiB.
+/// Size of the read buffer: room for thousands of requests without payload, or about thirty writes
+/// of 4 KiB.
 const BUFFER_LEN: usize = 128 << 10;
 
 /// A request that has arrived in full.
@@ -24,7 +25,8 @@ pub(super) enum Payload {
     None,
     /// The data of a write, in buffers no longer than the backend takes in one operation.
     Data(VecDeque<Buffer>),
-    /// The payload was discarded: it was longer than [`MAX_PAYLOAD`], or the system had no memory for it.
+    /// The payload was discarded: it was longer than [`MAX_PAYLOAD`], or the system had no memory
+    /// for it.
     Dropped,
 }
 
@@ -73,7 +75,8 @@ impl RequestReader {
         self.partial.is_some()
     }
 
-    /// Reads from the socket once; 0: the client sends no more. Call it when [`next`](Self::next) has returned `None`.
+    /// Reads from the socket once; 0: the client sends no more. Call it when [`next`](Self::next)
+    /// has returned `None`.
     pub(super) fn receive(&mut self, wire: &mut Wire) -> io::Result<usize> {
         if self.start == self.end
             && let Some(partial) = &mut self.partial
@@ -93,8 +96,8 @@ impl RequestReader {
         Ok(read)
     }
 
-    /// The next request that has arrived in full. `charge` takes the memory that a request may need; if it returns `None`,
-    /// the request waits.
+    /// The next request that has arrived in full. `charge` takes the memory that a request may
+    /// need; if it returns `None`, the request waits.
     ///
     /// # Errors
     /// If a header has the wrong magic number: the rest of the stream cannot be parsed.
@@ -155,8 +158,8 @@ impl RequestReader {
 }
 
 impl PartialRequest {
-    /// Where the next bytes go; `None` for a discarded payload. A buffer is allocated when its first bytes arrive, not
-    /// when the header announces them.
+    /// Where the next bytes go; `None` for a discarded payload. A buffer is allocated when its
+    /// first bytes arrive, not when the header announces them.
     fn space(&mut self, max_len: usize) -> Option<&mut [u8]> {
         let buffers = self.buffers.as_mut()?;
         if buffers.back().is_none_or(|last| last.len() == self.filled) {

@@ -1,7 +1,8 @@
 //! How many clients a listener has room for.
 //!
-//! A client in the handshake may be a stranger, so it takes none of the seats of clients that have chosen an export, which with
-//! TLS have shown who they are. Of the seats in the handshake an address has a few.
+//! A client in the handshake may be a stranger, so it takes none of the seats of clients that have
+//! chosen an export, which with TLS have shown who they are. Of the seats in the handshake an
+//! address has a few.
 
 use std::collections::HashMap;
 use std::net::IpAddr;
@@ -16,7 +17,8 @@ const MAX_HANDSHAKES: usize = 128;
 /// Most of these from one address of the network.
 const MAX_FROM_ADDRESS: usize = 16;
 
-/// Bytes of memory that a client takes beside its requests: its thread in the handshake, then its read buffer and headers.
+/// Bytes of memory that a client takes beside its requests: its thread in the handshake, then its
+/// read buffer and headers.
 const CLIENT_BYTES: u64 = 192 << 10;
 /// Bytes of memory that TLS takes besides.
 const TLS_BYTES: u64 = 128 << 10;

@@ -1,5 +1,5 @@
-//! Listeners and handshakes. Each listener, and each client in the handshake, has a thread, and one event stops them all.
-//! After the handshake a worker takes the connection.
+//! Listeners and handshakes. Each listener, and each client in the handshake, has a thread, and one
+//! event stops them all. After the handshake a worker takes the connection.
 
 use std::io;
 use std::net::{IpAddr, TcpListener};
@@ -56,7 +56,8 @@ impl Listener {
                 stream.set_nonblocking(true)?;
                 // A reply is a whole message: Nagle's algorithm must not delay it.
                 stream.set_nodelay(true)?;
-                // A client whose machine is gone sends nothing more: without these it would keep its seat.
+                // A client whose machine is gone sends nothing more: without these it would keep
+                // its seat.
                 sockopt::set_socket_keepalive(&stream, true)?;
                 sockopt::set_tcp_keepidle(&stream, KEEPALIVE)?;
                 sockopt::set_tcp_user_timeout(&stream, UNACKNOWLEDGED.as_millis() as u32)?;
@@ -128,23 +129,25 @@ impl Server {
         Ok(server)
     }
 
-    /// Offers another export at the listener of the service with this number, counted from 0 in the order of
-    /// [`start`](Self::start). `false`: another export has this name, or there is no such service.
+    /// Offers another export at the listener of the service with this number, counted from 0 in the
+    /// order of [`start`](Self::start). `false`: another export has this name, or there is no such
+    /// service.
     pub fn add(&self, service: usize, export: Export) -> bool {
         let exports = self.exports.get(service);
         exports.is_some_and(|exports| exports.add(export))
     }
 
-    /// Removes an export of a service. Its clients get the replies to requests already taken, and are disconnected; one that
-    /// does not read its replies gets two seconds. Returns once no client and no thread of the server uses the disk;
-    /// `false`: there is no such export.
+    /// Removes an export of a service. Its clients get the replies to requests already taken, and
+    /// are disconnected; one that does not read its replies gets two seconds. Returns once no
+    /// client and no thread of the server uses the disk; `false`: there is no such export.
     pub fn remove(&self, service: usize, name: &str) -> bool {
         let exports = self.exports.get(service);
         exports.is_some_and(|exports| exports.remove(name))
     }
 
-    /// Stops accepting clients, answers the requests in flight, and returns when every connection has ended. A
-    /// request that zeroes more than 1 TiB is cut short with ESHUTDOWN. A client that does not read its replies gets two seconds.
+    /// Stops accepting clients, answers the requests in flight, and returns when every connection
+    /// has ended. A request that zeroes more than 1 TiB is cut short with ESHUTDOWN. A client that
+    /// does not read its replies gets two seconds.
     pub fn stop(self) {
         drop(self);
     }
@@ -189,7 +192,8 @@ fn accept_clients(
     );
 }
 
-/// Runs the handshake, in which the client chooses its export, then gives the connection to a worker.
+/// Runs the handshake, in which the client chooses its export, then gives the connection to a
+/// worker.
 fn run_handshake(
     socket: OwnedFd,
     exports: &Exports,

@@ -1,5 +1,5 @@
-//! TLS 1.2 and 1.3, by rustls. Certificates are laid out as QEMU, libvirt and nbdkit expect (the NBD protocol, "TLS
-//! support").
+//! TLS 1.2 and 1.3, by rustls. Certificates are laid out as QEMU, libvirt and nbdkit expect (the
+//! NBD protocol, "TLS support").
 
 use std::fmt;
 use std::io::{self, IoSlice, Read, Write};
@@ -48,8 +48,9 @@ enum PemError {
 }
 
 impl TlsConfig {
-    /// Reads `server-cert.pem` and `server-key.pem` in `directory`. With `verify_peer` a client must present a certificate
-    /// that is signed by one in `ca-cert.pem` and not revoked by `ca-crl.pem`, if that file exists.
+    /// Reads `server-cert.pem` and `server-key.pem` in `directory`. With `verify_peer` a client
+    /// must present a certificate that is signed by one in `ca-cert.pem` and not revoked by
+    /// `ca-crl.pem`, if that file exists.
     ///
     /// # Errors
     /// If a file cannot be read or used.
@@ -60,7 +61,8 @@ impl TlsConfig {
         let private = PrivateKeyDer::from_pem_file(&key);
         let private = private.map_err(|error| failed(&key, error, "PRIVATE KEY"))?;
         let provider = Arc::new(ring::default_provider());
-        // Checks the key here, because `with_single_cert` would blame the certificate for a bad key.
+        // Checks the key here, because `with_single_cert` would blame the certificate for a bad
+        // key.
         let loaded = provider.key_provider.load_private_key(private.clone_key());
         loaded.map_err(|error| TlsError {
             path: key,

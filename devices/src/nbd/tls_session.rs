@@ -46,8 +46,9 @@ pub(super) trait TlsSession: Send {
     /// Receives encrypted bytes once; returns how many.
     fn receive(&mut self, socket: &mut Socket) -> io::Result<usize>;
 
-    /// Decrypts the complete records; returns whether there are decrypted bytes.
-    /// On [`InvalidData`](io::ErrorKind::InvalidData) the caller has to send the alert that tells the client why.
+    /// Decrypts the complete records; returns whether there are decrypted bytes. On
+    /// [`InvalidData`](io::ErrorKind::InvalidData) the caller has to send the alert that tells the
+    /// client why.
     fn decrypt(&mut self) -> io::Result<bool>;
 
     /// Queues the closure alert for sending.

@@ -63,8 +63,8 @@ impl Wire {
     ///
     /// # Errors
     /// [`WouldBlock`](io::ErrorKind::WouldBlock) if the client has sent nothing;
-    /// [`InvalidData`](io::ErrorKind::InvalidData) if the handshake fails, after an alert to the client; others if the
-    /// client is gone.
+    /// [`InvalidData`](io::ErrorKind::InvalidData) if the handshake fails, after an alert to the
+    /// client; others if the client is gone.
     pub(super) fn shake_hands(&mut self) -> io::Result<()> {
         match self.decrypt()? {
             0 => Err(io::ErrorKind::UnexpectedEof.into()),
@@ -72,8 +72,8 @@ impl Wire {
         }
     }
 
-    /// Reads from the socket once. 0: the client sends no more. Under TLS it need not send a closure alert first, since
-    /// NBD messages carry their own lengths.
+    /// Reads from the socket once. 0: the client sends no more. Under TLS it need not send a
+    /// closure alert first, since NBD messages carry their own lengths.
     ///
     /// # Errors
     /// As [`shake_hands`](Self::shake_hands).
@@ -104,7 +104,8 @@ impl Wire {
     /// Sends a part of `slices`; returns how many bytes.
     ///
     /// # Errors
-    /// [`WouldBlock`](io::ErrorKind::WouldBlock) if the socket takes none; others if the client is gone.
+    /// [`WouldBlock`](io::ErrorKind::WouldBlock) if the socket takes none; others if the client is
+    /// gone.
     pub(super) fn write(&mut self, slices: &[IoSlice<'_>]) -> io::Result<usize> {
         self.flush()?;
         let Some(tls) = &mut self.tls else {

@@ -1,4 +1,5 @@
-//! The receive queue's traffic: frames of the link go into the driver's buffers (virtio 1.2, 5.1.6.4).
+//! The receive queue's traffic: frames of the link go into the driver's buffers (virtio 1.2,
+//! 5.1.6.4).
 
 use std::io;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -27,7 +28,8 @@ pub(super) struct InboundTraffic {
 impl InboundTraffic {
     pub(super) fn new(receiver: Arc<Mutex<FrameReceiver>>) -> Self {
         let mut scratch = vec![0; HEADER_LEN];
-        // Flags and gso_type are 0: no offload was negotiated. Without MRG_RXBUF a frame has one buffer (5.1.6.4.1).
+        // Flags and gso_type are 0: no offload was negotiated. Without MRG_RXBUF a frame has one
+        // buffer (5.1.6.4.1).
         scratch[NUM_BUFFERS..].copy_from_slice(&1_u16.to_le_bytes());
         Self {
             receiver,
@@ -39,7 +41,8 @@ impl InboundTraffic {
 
 impl Traffic for InboundTraffic {
     fn watch(&self, turn: &mut Turn<'_>, event: usize) -> io::Result<()> {
-        // Edge-triggered: while the driver has no buffer, the link stays unread and must not keep the thread awake.
+        // Edge-triggered: while the driver has no buffer, the link stays unread and must not keep
+        // the thread awake.
         let edges = EventSet::IN | EventSet::EDGE_TRIGGERED;
         turn.watch(lock(&self.receiver).descriptor(), event, edges)
     }

@@ -52,8 +52,8 @@ impl Link {
         })
     }
 
-    /// A program at the other end of a stream socket, which puts each frame's length before it, as 32 bits in network
-    /// order: passt, and QEMU's `-netdev stream`.
+    /// A program at the other end of a stream socket, which puts each frame's length before it, as
+    /// 32 bits in network order: passt, and QEMU's `-netdev stream`.
     ///
     /// # Errors
     /// If the socket cannot be set not to block.
@@ -66,8 +66,9 @@ impl Link {
         })
     }
 
-    /// Opens the tap device `interface`. It is made if it does not exist, which takes CAP_NET_ADMIN; one that exists has
-    /// to be a tap device of this user, or takes CAP_NET_ADMIN too. Nobody gives it an address or puts it into a bridge.
+    /// Opens the tap device `interface`. It is made if it does not exist, which takes
+    /// CAP_NET_ADMIN; one that exists has to be a tap device of this user, or takes CAP_NET_ADMIN
+    /// too. Nobody gives it an address or puts it into a bridge.
     ///
     /// # Errors
     /// If the name is no name of an interface, or the system refuses.
@@ -93,8 +94,8 @@ impl Link {
         if unsafe { libc::ioctl(file.as_raw_fd(), TUNSETIFF, &mut request) } != 0 {
             return Err(io::Error::last_os_error());
         }
-        // A tap device that was used before may still pass segments that a driver without offloads cannot take.
-        // SAFETY: the descriptor is open, and TUNSETOFFLOAD takes a number.
+        // A tap device that was used before may still pass segments that a driver without offloads
+        // cannot take. SAFETY: the descriptor is open, and TUNSETOFFLOAD takes a number.
         if unsafe { libc::ioctl(file.as_raw_fd(), TUNSETOFFLOAD, 0) } != 0 {
             return Err(io::Error::last_os_error());
         }

@@ -34,14 +34,15 @@ net_metrics! {
     frames_received,
     /// Their bytes, without the header of virtio.
     bytes_received,
-    /// Frames of the link that the driver did not get: too long, or for a buffer that is too small or not there.
+    /// Frames of the link that the driver did not get: too long, or for a buffer that is too small
+    /// or not there.
     receive_drops,
     /// Frames that the driver sent and that are on their way to the link.
     frames_sent,
     /// Their bytes, without the header of virtio.
     bytes_sent,
-    /// Frames of the driver that were not sent: of a wrong length, with a header that asks for an offload, or because
-    /// the link is down.
+    /// Frames of the driver that were not sent: of a wrong length, with a header that asks for an
+    /// offload, or because the link is down.
     send_drops,
     /// Doorbells seen by the queue workers.
     doorbells,

@@ -1,13 +1,14 @@
-//! virtio-net (virtio 1.2, 5.1): one queue pair, a MAC address, an MTU, a link that may go down, and no offloads.
+//! virtio-net (virtio 1.2, 5.1): one queue pair, a MAC address, an MTU, a link that may go down,
+//! and no offloads.
 //!
 //! ```text
 //!   driver ─▶ queue 1 ─▶ OutboundTraffic ─▶ FrameSender ───┐
 //!                                                          ├─ Link ─ passt, a tap device, another program
 //!   driver ◀─ queue 0 ◀─ InboundTraffic ◀── FrameReceiver ─┘
 //! ```
-//! Each side waits for the other: while the driver has no buffer, the link is not read, and while the link takes nothing,
-//! chains stay in the ring. A frame that does not fit is dropped and counted. If the program behind the link ends, the
-//! driver sees the link go down.
+//! Each side waits for the other: while the driver has no buffer, the link is not read, and while
+//! the link takes nothing, chains stay in the ring. A frame that does not fit is dropped and
+//! counted. If the program behind the link ends, the driver sees the link go down.
 //!
 //! ```
 //! use std::os::unix::net::UnixStream;
@@ -192,7 +193,8 @@ impl VirtioNet {
         Arc::clone(&self.shared.metrics)
     }
 
-    /// Lets a thread of `pool` serve the queues. Several devices may share a pool; by default each has its own.
+    /// Lets a thread of `pool` serve the queues. Several devices may share a pool; by default each
+    /// has its own.
     pub fn serve_with(&mut self, pool: Arc<WorkerPool>) {
         self.workers = pool;
     }
@@ -215,7 +217,8 @@ impl VirtioDevice for VirtioNet {
         self.config.queue_size
     }
 
-    /// No offloads: each would let a driver send what the link has to finish, or needs the link's word for what it sends.
+    /// No offloads: each would let a driver send what the link has to finish, or needs the link's
+    /// word for what it sends.
     fn offered_features(&self) -> Features {
         let mut features = Features::of_every_device();
         for bit in [VIRTIO_NET_F_MAC, VIRTIO_NET_F_MTU, VIRTIO_NET_F_STATUS] {

@@ -66,7 +66,8 @@ impl Traffic for OutboundTraffic {
     }
 }
 
-/// Takes frames while the sender has room and the turn is not over. Returns whether the ring had no more chains.
+/// Takes frames while the sender has room and the turn is not over. Returns whether the ring had no
+/// more chains.
 fn fill<G: GuestMemory>(
     sender: &mut FrameSender,
     queue: &mut NetQueue,
@@ -116,8 +117,8 @@ fn flush(sender: &mut FrameSender, queue: &NetQueue) -> bool {
     false
 }
 
-/// Takes the header off a chain. `true`: it asks for no offload, since none was negotiated. Other flags are ignored
-/// (5.1.6.2.2).
+/// Takes the header off a chain. `true`: it asks for no offload, since none was negotiated. Other
+/// flags are ignored (5.1.6.2.2).
 fn asks_for_nothing<G: GuestMemory>(readable: &mut ReadableBytes, memory: &G) -> bool {
     let mut header = [0; HEADER_LEN];
     let read = readable.take(memory, &mut header);

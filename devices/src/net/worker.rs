@@ -55,7 +55,8 @@ pub(super) trait Traffic: Send {
     /// Whether frames can move at once.
     fn can_move(&self, shared: &Shared) -> bool;
 
-    /// Moves frames until nothing can move or the turn is over. Returns whether the ring had no more chains.
+    /// Moves frames until nothing can move or the turn is over. Returns whether the ring had no
+    /// more chains.
     ///
     /// # Errors
     /// If the rings or a chain can't be read.

@@ -1,20 +1,21 @@
-//! The one loop of all threads that serve requests: virtio queues, NBD clients and TCMU rings are its sources. What is
-//! said of disks here holds for network devices too, but for the medium.
+//! The one loop of all threads that serve requests: virtio queues, NBD clients and TCMU rings are
+//! its sources. What is said of disks here holds for network devices too, but for the medium.
 //!
 //! ```text
 //!   descriptor ─┐          ┌─ a round: take from each source in turn ─▶ kick each ─▶ answer each ─┐
 //!   message ────┼─▶ look ──┤                                                                      ├─▶ sleep, or look again
 //!   time ───────┘          └───────── a source has more, and LOOK_EVERY has not passed ◀──────────┘
 //! ```
-//! With a thread per source, a commit group would wake a thread for every source that it completes requests of. One
-//! thread serves a dozen sources better: it submits the requests of all of them before it answers any, and answers
-//! together what one sync has made durable.
+//! With a thread per source, a commit group would wake a thread for every source that it completes
+//! requests of. One thread serves a dozen sources better: it submits the requests of all of them
+//! before it answers any, and answers together what one sync has made durable.
 //!
-//! Sources of one disk share its turn, and disks take turns by deficit round robin (Shreedhar and Varghese 1996): a turn
-//! adds [`QUANTUM`] bytes to the disk's budget, or less for a disk with a smaller weight than another one that has work.
-//! What the disk moves is taken off, and so is its time, at [`US_COST`]. A disk without budget waits for its next
-//! turn. So between two turns of a disk every other disk moves at most a quantum and one request, and a round of all
-//! disks ends soon after a quantum.
+//! Sources of one disk share its turn, and disks take turns by deficit round robin (Shreedhar and
+//! Varghese 1996): a turn adds [`QUANTUM`] bytes to the disk's budget, or less for a disk with a
+//! smaller weight than another one that has work. What the disk moves is taken off, and so is its
+//! time, at [`US_COST`]. A disk without budget waits for its next turn. So between two turns of a
+//! disk every other disk moves at most a quantum and one request, and a round of all disks ends
+//! soon after a quantum.
 //!
 //! What a disk has in flight fills the queue of the medium, and other disks wait behind it. So
 //! while another disk of the process has work, a disk takes no more than [`WINDOW`] bytes into
@@ -62,10 +63,11 @@ const REQUEST_COST: i64 = 4096;
 pub(crate) const LEAST_IN_FLIGHT: usize = 4096;
 /// What a microsecond costs in bytes: about as many as are copied in it.
 const US_COST: i64 = 1 << 10;
-/// The most that one call of a source costs because of its time: the thread may not have run all that time.
+/// The most that one call of a source costs because of its time: the thread may not have run all
+/// that time.
 const MAX_TIME_COST: i64 = QUANTUM;
-/// When a disk signals one source, the thread also checks up to this many other sources with requests in flight,
-/// because one sync completes requests of many sources.
+/// When a disk signals one source, the thread also checks up to this many other sources with
+/// requests in flight, because one sync completes requests of many sources.
 const MAX_ALSO_CHECKED: usize = 32;
 
 /// The event of a source's [`DiskPort`]: requests have completed.
@@ -75,7 +77,8 @@ pub(crate) const RELEASE: usize = 1;
 /// The first event number that a source may use for itself.
 pub(crate) const FIRST_OWN_EVENT: usize = 2;
 
-/// Something that has requests for a disk. Each call does as much as it can, or as its turn allows, without waiting.
+/// Something that has requests for a disk. Each call does as much as it can, or as its turn allows,
+/// without waiting.
 pub(crate) trait Source: Send {
     /// The disk's limits and weight. Sources with the same take turns as one.
     fn throttle(&self) -> &Arc<Throttle>;
@@ -97,7 +100,8 @@ pub(crate) trait Source: Send {
     /// Takes requests and submits them to the disk. A stopping source takes none.
     fn take(&mut self, turn: &mut Turn<'_>);
 
-    /// Starts what was submitted. `alone`: no other source of the thread has anything to do or in flight.
+    /// Starts what was submitted. `alone`: no other source of the thread has anything to do or in
+    /// flight.
     fn kick(&mut self, alone: bool);
 
     /// Answers requests that have completed.
@@ -109,8 +113,8 @@ pub(crate) trait Source: Send {
     /// Bytes that these requests move, [`LEAST_IN_FLIGHT`] at least for each that moves any.
     fn bytes_in_flight(&self) -> usize;
 
-    /// A call of the source has panicked, because of `reason`. Returns whether that costs only a part of the source, which
-    /// has been given up, and the rest goes on.
+    /// A call of the source has panicked, because of `reason`. Returns whether that costs only a
+    /// part of the source, which has been given up, and the rest goes on.
     fn survive(&mut self, _reason: &str) -> bool {
         false
     }
@@ -166,7 +170,8 @@ impl Turn<'_> {
         }
     }
 
-    /// Whether the turn is over: what is left to do waits for the next one. It may be over from the start.
+    /// Whether the turn is over: what is left to do waits for the next one. It may be over from the
+    /// start.
     pub(crate) fn is_over(&self) -> bool {
         self.left <= 0 || self.room <= 0
     }
@@ -191,8 +196,8 @@ impl Turn<'_> {
         self.control.is_stopping()
     }
 
-    /// Watches a descriptor: the source's [`ready`](Source::ready) gets `event`. The reactor stops watching what is left
-    /// when the source ends.
+    /// Watches a descriptor: the source's [`ready`](Source::ready) gets `event`. The reactor stops
+    /// watching what is left when the source ends.
     pub(crate) fn watch(&mut self, fd: impl AsFd, event: usize, what: EventSet) -> io::Result<()> {
         let source = self.key;
         self.events.watch(fd, SourceEvent { source, event }, what)
@@ -245,8 +250,8 @@ impl SourceSlot {
 }
 
 impl Drop for SourceSlot {
-    /// Reports that the source is gone, whatever the reason: otherwise its owner would wait forever. The source is
-    /// dropped before the report.
+    /// Reports that the source is gone, whatever the reason: otherwise its owner would wait
+    /// forever. The source is dropped before the report.
     fn drop(&mut self) {
         if let Some(mut source) = self.source.take()
             && std::thread::panicking()
@@ -277,7 +282,8 @@ struct DiskTurns {
 /// A thread that serves sources.
 struct Reactor {
     events: EventLoop<SourceEvent, Message>,
-    /// Events still to handle, in reverse order. After a panic in one source the thread handles the rest of them.
+    /// Events still to handle, in reverse order. After a panic in one source the thread handles the
+    /// rest of them.
     pending_events: Vec<Event<SourceEvent, Message>>,
     inbox: Arc<pool::Inbox>,
     slots: Slab<SourceSlot>,
@@ -314,7 +320,8 @@ impl Reactor {
         }
     }
 
-    /// Serves sources until none is left. A panic costs only the source in which it happens, or a part of it.
+    /// Serves sources until none is left. A panic costs only the source in which it happens, or a
+    /// part of it.
     fn serve(&mut self) {
         while let Err(reason) = catch_unwind(AssertUnwindSafe(|| self.run())) {
             self.remove_panicked(&*reason);
@@ -373,8 +380,8 @@ impl Reactor {
         self.slots.iter().any(|(_, slot)| slot.deadline.is_some())
     }
 
-    /// Lists the sources whose deadline has passed, all of them if the thread was woken, and if the disk has signalled
-    /// any, some that may have completions.
+    /// Lists the sources whose deadline has passed, all of them if the thread was woken, and if the
+    /// disk has signalled any, some that may have completions.
     fn check_all(&mut self, completions: bool, woken: bool) {
         let now = Instant::now();
         let mut to_check = if completions { MAX_ALSO_CHECKED } else { 0 };
@@ -469,7 +476,8 @@ impl Reactor {
         }
     }
 
-    /// Gives disks their turns: takes requests from the sources of all of them before it answers any.
+    /// Gives disks their turns: takes requests from the sources of all of them before it answers
+    /// any.
     fn serve_round(&mut self) {
         let weight = |disk: &DiskTurns| i64::from(disk.throttle.weight());
         let disks = self.waiting.iter().map(|&key| &self.disks[key]);

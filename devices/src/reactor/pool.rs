@@ -11,8 +11,8 @@ use walvisor_block::request_short_slices;
 use super::{Message, Reactor, Source, SourceEvent, SourceSlot};
 use crate::event_loop::{EventLoop, MessageSender};
 
-/// Threads that serve sources. The pool starts them as sources come, up to one per two processors, and each ends with
-/// its last source. The other processors are left to the clients.
+/// Threads that serve sources. The pool starts them as sources come, up to one per two processors,
+/// and each ends with its last source. The other processors are left to the clients.
 pub(crate) struct ReactorPool {
     /// Name of the shared threads.
     name: &'static str,
@@ -35,7 +35,8 @@ impl ReactorPool {
         }
     }
 
-    /// Reserves a place in the thread with the fewest, or in a new thread of its own if `dedicated` is given.
+    /// Reserves a place in the thread with the fewest, or in a new thread of its own if `dedicated`
+    /// is given.
     ///
     /// # Errors
     /// If the system refuses a thread.

@@ -92,7 +92,8 @@ impl DiskPort {
         self.submitted
     }
 
-    /// Starts what was submitted. `alone`: the thread has nothing to do until the queue's only request ends.
+    /// Starts what was submitted. `alone`: the thread has nothing to do until the queue's only
+    /// request ends.
     pub(crate) fn kick(&mut self, alone: bool) {
         if std::mem::take(&mut self.submitted) {
             if alone {

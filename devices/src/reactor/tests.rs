@@ -126,7 +126,8 @@ impl TestSource {
         rustix::io::write(&self.bell, &1_u64.to_ne_bytes()).unwrap();
     }
 
-    /// Makes the source's thread wait in its next turn for a message of the sender; a dropped sender makes it panic.
+    /// Makes the source's thread wait in its next turn for a message of the sender; a dropped
+    /// sender makes it panic.
     fn hold_up(&self) -> mpsc::Sender<()> {
         let (opens, gate) = mpsc::channel();
         *self.gate.lock().unwrap() = Some(gate);
@@ -223,7 +224,8 @@ fn a_source_is_stopped_although_another_panics_in_the_same_turn() {
 /// Bytes that sources have moved, in order.
 type Moves = Arc<Mutex<Vec<(char, i64)>>>;
 
-/// A source that always has requests of `request` bytes, at most `most` in a turn, and answers as much.
+/// A source that always has requests of `request` bytes, at most `most` in a turn, and answers as
+/// much.
 struct Flood {
     name: char,
     throttle: Arc<Throttle>,
@@ -277,7 +279,8 @@ impl Source for Flood {
     fn give_up(&mut self, _: &str) {}
 }
 
-/// A reactor in this thread that asks disks with these weights. Each has so many sources of requests of so many bytes.
+/// A reactor in this thread that asks disks with these weights. Each has so many sources of
+/// requests of so many bytes.
 fn flooded(disks: &[(char, u16, usize, i64, usize)]) -> (Reactor, Moves) {
     let (inbox, events) = pool::inbox_for_test();
     let mut reactor = Reactor::new(events, Arc::clone(&inbox));
@@ -317,7 +320,8 @@ fn moved(reactor: &mut Reactor, moves: &Moves, rounds: usize) -> HashMap<char, i
 
 #[test]
 fn between_two_turns_of_a_disk_others_move_little() {
-    // A victim of small requests, beside one disk with four queues full of long ones, and one with many small ones.
+    // A victim of small requests, beside one disk with four queues full of long ones, and one with
+    // many small ones.
     let (mut reactor, moves) = flooded(&[
         ('v', 0, 1, 4096, 1),
         ('a', 0, 4, 1 << 20, 32),

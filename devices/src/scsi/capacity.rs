@@ -22,8 +22,8 @@ pub(super) fn read_capacity_16(request: &ScsiRequest<'_>) -> Result<CommandPlan,
     })
 }
 
-/// READ CAPACITY (10) parameter data for `blocks` blocks, at least one. If the address of the last block does not fit, it
-/// is FFFFFFFFh, and the initiator has to use READ CAPACITY (16).
+/// READ CAPACITY (10) parameter data for `blocks` blocks, at least one. If the address of the last
+/// block does not fit, it is FFFFFFFFh, and the initiator has to use READ CAPACITY (16).
 fn capacity_10(blocks: u64, block_size: u32) -> [u8; 8] {
     let last = u32::try_from(last_block(blocks)).unwrap_or(u32::MAX);
     let mut data = [0; 8];
@@ -32,8 +32,9 @@ fn capacity_10(blocks: u64, block_size: u32) -> [u8; 8] {
     data
 }
 
-/// READ CAPACITY (16) parameter data for `blocks` blocks, at least one. Any 64-bit number works (64 ZiB with blocks of
-/// 4096 bytes), because the size in bytes is never computed. `thin`: discarded blocks are unmapped, and read as zeroes.
+/// READ CAPACITY (16) parameter data for `blocks` blocks, at least one. Any 64-bit number works (64
+/// ZiB with blocks of 4096 bytes), because the size in bytes is never computed. `thin`: discarded
+/// blocks are unmapped, and read as zeroes.
 fn capacity_16(blocks: u64, block_size: u32, thin: bool) -> [u8; 32] {
     let mut data = [0; 32];
     data[..8].copy_from_slice(&last_block(blocks).to_be_bytes());

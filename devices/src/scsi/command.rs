@@ -1,4 +1,5 @@
-//! The table of commands. CDBs are checked against it, and it answers REPORT SUPPORTED OPERATION CODES.
+//! The table of commands. CDBs are checked against it, and it answers REPORT SUPPORTED OPERATION
+//! CODES.
 
 use super::capacity::{read_capacity_10, read_capacity_16};
 use super::control::{report_luns, report_opcodes, request_sense, start_stop, test_unit_ready};
@@ -112,7 +113,8 @@ pub(super) fn plan_command(
     })
 }
 
-/// The row of a CDB's opcode and service action, or a row of the opcode with another service action.
+/// The row of a CDB's opcode and service action, or a row of the opcode with another service
+/// action.
 fn find(cdb: &[u8]) -> Option<&'static CommandEntry> {
     let &opcode = cdb.first()?;
     let rows = COMMANDS.get(FIRST[usize::from(opcode)].into()..)?;

@@ -1,5 +1,5 @@
-//! Commands about the unit itself: TEST UNIT READY, REQUEST SENSE, REPORT LUNS, START STOP UNIT and REPORT SUPPORTED
-//! OPERATION CODES.
+//! Commands about the unit itself: TEST UNIT READY, REQUEST SENSE, REPORT LUNS, START STOP UNIT and
+//! REPORT SUPPORTED OPERATION CODES.
 
 use super::job::{BlockRange, Job, ScsiAction};
 use super::plan::{CommandEntry, CommandPlan, ScsiRequest};
@@ -11,7 +11,8 @@ pub(super) fn test_unit_ready(_: &ScsiRequest<'_>) -> Result<CommandPlan, Sense>
     Ok(CommandPlan::Run(Job::without_actions()))
 }
 
-/// REQUEST SENSE (SPC-5, 6.40): reports and clears a unit attention condition, or reports that the unit is not ready.
+/// REQUEST SENSE (SPC-5, 6.40): reports and clears a unit attention condition, or reports that the
+/// unit is not ready.
 pub(super) fn request_sense(request: &ScsiRequest<'_>) -> Result<CommandPlan, Sense> {
     let unit = request.unit;
     let stopped = unit.is_stopped().then_some(Sense::STOPPED);
@@ -21,7 +22,8 @@ pub(super) fn request_sense(request: &ScsiRequest<'_>) -> Result<CommandPlan, Se
     Ok(CommandPlan::Answer { bytes, allocation })
 }
 
-/// REPORT LUNS (SPC-5, 6.33), for transports that leave it to their units: the only unit is number 0.
+/// REPORT LUNS (SPC-5, 6.33), for transports that leave it to their units: the only unit is
+/// number 0.
 pub(super) fn report_luns(request: &ScsiRequest<'_>) -> Result<CommandPlan, Sense> {
     let mut bytes = vec![0; 8];
     match request.byte(2) {
@@ -37,8 +39,8 @@ pub(super) fn report_luns(request: &ScsiRequest<'_>) -> Result<CommandPlan, Sens
     Ok(CommandPlan::Answer { bytes, allocation })
 }
 
-/// START STOP UNIT (SBC-4, 5.29). Stopping a unit flushes its cache; a stopped unit refuses commands that need the
-/// medium.
+/// START STOP UNIT (SBC-4, 5.29). Stopping a unit flushes its cache; a stopped unit refuses
+/// commands that need the medium.
 pub(super) fn start_stop(request: &ScsiRequest<'_>) -> Result<CommandPlan, Sense> {
     let unit = request.unit;
     let start = request.bit(4, 0x01);
@@ -65,7 +67,8 @@ pub(super) fn report_opcodes(request: &ScsiRequest<'_>) -> Result<CommandPlan, S
     let exact = |command: &&CommandEntry| command.action.unwrap_or(0) as u64 == action;
     let bytes = match (request.byte(2) & 0x07, has_actions) {
         (0, _) => list(all(), timeouts),
-        // 1 is by opcode alone, 2 by opcode and service action; an opcode of the other kind is an error.
+        // 1 is by opcode alone, 2 by opcode and service action; an opcode of the other kind is an
+        // error.
         (1, Some(true)) | (2, Some(false)) => return Err(Sense::cdb(2, Some(2))),
         (1, _) => describe_command(request, same.next(), timeouts),
         // 3: by opcode, and by service action if the opcode has any.

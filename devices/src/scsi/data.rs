@@ -1,8 +1,10 @@
 //! A command's data, in memory of the transport.
 
-/// A command's data buffer: memory of the transport, possibly scattered. Lengths and offsets are in bytes.
+/// A command's data buffer: memory of the transport, possibly scattered. Lengths and offsets are in
+/// bytes.
 ///
-/// It is the Data-Out Buffer of a command that sends data, and the Data-In Buffer of one that receives data.
+/// It is the Data-Out Buffer of a command that sends data, and the Data-In Buffer of one that
+/// receives data.
 pub trait DataBuffer {
     /// Its length in bytes, which may be 0.
     fn len(&self) -> usize;

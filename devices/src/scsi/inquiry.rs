@@ -9,11 +9,12 @@ use super::unit::{LogicalUnit, PHYSICAL_BLOCK};
 const VENDOR: &[u8; 8] = b"WALVISOR";
 /// PRODUCT IDENTIFICATION.
 const PRODUCT: &[u8; 16] = b"Virtual disk    ";
-/// The standards that the unit follows: SAM-5, SPC-4, SBC-3, SPC-5, SBC-4, no version claimed (SPC-5, table 151).
+/// The standards that the unit follows: SAM-5, SPC-4, SBC-3, SPC-5, SBC-4, no version claimed
+/// (SPC-5, table 151).
 const VERSIONS: [u16; 5] = [0x00a0, 0x0460, 0x04c0, 0x05c0, 0x0600];
 
-/// OPTIMAL TRANSFER LENGTH in bytes. A log record of this length takes 1 % more room than its payload; a record of one
-/// page takes 100 % more. Linux itself makes no longer requests than this.
+/// OPTIMAL TRANSFER LENGTH in bytes. A log record of this length takes 1 % more room than its
+/// payload; a record of one page takes 100 % more. Linux itself makes no longer requests than this.
 const OPTIMAL_BYTES: usize = 1 << 20;
 
 /// The vital product data pages in ascending order, as page 00h lists them.
@@ -77,7 +78,8 @@ fn serial(unit: &LogicalUnit) -> Vec<u8> {
     unit.serial().as_bytes().to_vec()
 }
 
-/// 83h, Device Identification (SPC-5, 7.7.6): two designators of the logical unit, both made of the serial number.
+/// 83h, Device Identification (SPC-5, 7.7.6): two designators of the logical unit, both made of the
+/// serial number.
 fn identification(unit: &LogicalUnit) -> Vec<u8> {
     let mut bytes = Vec::new();
     let mut put = |code_set: u8, kind: u8, designator: &[u8]| {

@@ -1,12 +1,13 @@
-//! READ, WRITE and SYNCHRONIZE CACHE of every CDB length (SBC-4, 5.13 to 5.17, 5.30, 5.31, 5.39 to 5.42), and the
-//! checks that they share with the other commands that name blocks.
+//! READ, WRITE and SYNCHRONIZE CACHE of every CDB length (SBC-4, 5.13 to 5.17, 5.30, 5.31, 5.39 to
+//! 5.42), and the checks that they share with the other commands that name blocks.
 
 use super::job::{AfterRead, BlockAccess, BlockRange, Job, ScsiAction};
 use super::plan::{CommandPlan, ScsiRequest};
 use super::sense::Sense;
 use crate::latency::OperationKind;
 
-/// The blocks that a CDB names, possibly none. They lie on the disk, and are no more than the command's limit.
+/// The blocks that a CDB names, possibly none. They lie on the disk, and are no more than the
+/// command's limit.
 pub(super) struct CdbRange {
     pub(super) range: BlockRange,
     /// Offset of the number of blocks in the CDB, for sense data that points to it.
@@ -56,7 +57,8 @@ pub(super) fn check_range(
     }
 }
 
-/// Checks that the Data-Out Buffer has at least `blocks` blocks, as many as byte `at` of the CDB says.
+/// Checks that the Data-Out Buffer has at least `blocks` blocks, as many as byte `at` of the CDB
+/// says.
 pub(super) fn check_data_out(request: &ScsiRequest<'_>, blocks: u32, at: u16) -> Result<(), Sense> {
     let bytes = u64::from(blocks) * u64::from(request.unit.block_size());
     if (request.data.len() as u64) < bytes {
@@ -65,8 +67,8 @@ pub(super) fn check_data_out(request: &ScsiRequest<'_>, blocks: u32, at: u16) ->
     Ok(())
 }
 
-/// Checks that the Data-Out Buffer has exactly `blocks` blocks. Any other length means that the initiator divides the
-/// buffer differently.
+/// Checks that the Data-Out Buffer has exactly `blocks` blocks. Any other length means that the
+/// initiator divides the buffer differently.
 pub(super) fn check_data_out_exactly(
     request: &ScsiRequest<'_>,
     blocks: u32,
@@ -111,7 +113,8 @@ pub(super) fn read(request: &ScsiRequest<'_>) -> Result<CommandPlan, Sense> {
         return Ok(CommandPlan::Answer { bytes, allocation });
     }
     let read = Some(ScsiAction::Read(AfterRead::Return));
-    // A read with FUA comes from the medium, so newer data in the cache is flushed first (SBC-4, 4.15.2).
+    // A read with FUA comes from the medium, so newer data in the cache is flushed first (SBC-4,
+    // 4.15.2).
     let actions = if has_fua(request) && unit.write_cache() {
         [Some(ScsiAction::Flush), read, None]
     } else {
@@ -163,7 +166,8 @@ fn plan_write(
     Ok(CommandPlan::Run(job.with_access(access)))
 }
 
-/// SYNCHRONIZE CACHE (10), (16). It flushes everything, whatever range it names, so that many commands can share a sync.
+/// SYNCHRONIZE CACHE (10), (16). It flushes everything, whatever range it names, so that many
+/// commands can share a sync.
 pub(super) fn synchronize(request: &ScsiRequest<'_>) -> Result<CommandPlan, Sense> {
     // A length of 0 means all blocks from the address on.
     parse_range(request, u32::MAX)?;

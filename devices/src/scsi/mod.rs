@@ -1,4 +1,5 @@
-//! A SCSI block device server (SAM-5, SPC-5, SBC-4), independent of the transport that delivers the CDBs.
+//! A SCSI block device server (SAM-5, SPC-5, SBC-4), independent of the transport that delivers the
+//! CDBs.
 //!
 //! ```text
 //!   transport ──CDB, DataBuffer──▶ Task::new      find the command, check the CDB                   command.rs
@@ -8,8 +9,8 @@
 //!      └───────── BackendQueue ──▶ Task::complete data, or sense                                     sense.rs
 //! ```
 //!
-//! Every command is fully checked before its first operation is submitted. Its data is copied once, between the
-//! transport's memory and the backend's [`Buffer`](crate::backend::Buffer).
+//! Every command is fully checked before its first operation is submitted. Its data is copied once,
+//! between the transport's memory and the backend's [`Buffer`](crate::backend::Buffer).
 //!
 //! # How a transport runs a command
 //!
@@ -61,20 +62,23 @@
 //! # Ok::<(), Box<dyn std::error::Error>>(())
 //! ```
 //!
-//! Whenever a task of a unit ends, the [blocked](TaskStep::Blocked) tasks of the unit have to be retried, the oldest
-//! first. A unit's tasks may run in any number of threads, as long as each thread learns when a task of another thread
-//! ends. A task may be dropped only while none of its operations is in flight.
+//! Whenever a task of a unit ends, the [blocked](TaskStep::Blocked) tasks of the unit have to be
+//! retried, the oldest first. A unit's tasks may run in any number of threads, as long as each
+//! thread learns when a task of another thread ends. A task may be dropped only while none of its
+//! operations is in flight.
 //!
 //! # Choices that the standards leave open
 //!
-//! - **Lengths**: a Data-In Buffer shorter than the CDB asks for gets as much as fits, with GOOD; the transport knows both
-//!   lengths and reports the residual. A command whose Data-Out Buffer is too short is refused, and nothing is written.
-//!   Excess data is ignored, except by WRITE SAME and COMPARE AND WRITE, where it shows that the initiator divides the
-//!   buffer differently.
-//! - **Reserved bits** of a CDB must be zero; otherwise the command gets CHECK CONDITION with the byte and the bit. The
-//!   same goes for features that this server lacks (protection information, groups, NACA, ANCHOR).
-//! - **Reservations** are refused as unknown commands. They belong to I_T nexuses, which a user-space transport such as
-//!   TCMU does not report. With TCMU the kernel handles them before they reach this server.
+//! - **Lengths**: a Data-In Buffer shorter than the CDB asks for gets as much as fits, with GOOD;
+//!   the transport knows both lengths and reports the residual. A command whose Data-Out Buffer is
+//!   too short is refused, and nothing is written. Excess data is ignored, except by WRITE SAME and
+//!   COMPARE AND WRITE, where it shows that the initiator divides the buffer differently.
+//! - **Reserved bits** of a CDB must be zero; otherwise the command gets CHECK CONDITION with the
+//!   byte and the bit. The same goes for features that this server lacks (protection information,
+//!   groups, NACA, ANCHOR).
+//! - **Reservations** are refused as unknown commands. They belong to I_T nexuses, which a
+//!   user-space transport such as TCMU does not report. With TCMU the kernel handles them before
+//!   they reach this server.
 //! - **IMMED** is accepted, but the status is sent only when the work is done.
 
 mod capacity;

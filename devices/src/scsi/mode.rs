@@ -185,7 +185,8 @@ pub(super) fn select(request: &ScsiRequest<'_>) -> Result<CommandPlan, Sense> {
 }
 
 fn parse(unit: &LogicalUnit, list: &[u8], header: usize) -> Result<ModeChanges, Sense> {
-    // MODE DATA LENGTH is reserved here, and nothing in DEVICE-SPECIFIC PARAMETER can be set (SBC-4, 6.5.2.1).
+    // MODE DATA LENGTH is reserved here, and nothing in DEVICE-SPECIFIC PARAMETER can be set
+    // (SBC-4, 6.5.2.1).
     let (medium_type, length_at) = if header == 4 { (1, 3) } else { (2, 6) };
     if list[medium_type] != 0 {
         return Err(Sense::list(medium_type as u16, None));
@@ -203,8 +204,8 @@ fn parse(unit: &LogicalUnit, list: &[u8], header: usize) -> Result<ModeChanges, 
         let Some(given) = list.get(header..header + descriptor) else {
             return Err(Sense::LIST_LENGTH);
         };
-        // The number of blocks may be 0, which means "unchanged" (SBC-4, 6.5.2.2). Changing it or the block length would
-        // take a FORMAT UNIT.
+        // The number of blocks may be 0, which means "unchanged" (SBC-4, 6.5.2.2). Changing it or
+        // the block length would take a FORMAT UNIT.
         let count = if long { 8 } else { 4 };
         let unchanged =
             given[..count] == current[..count] || given[..count].iter().all(|&byte| byte == 0);
@@ -221,7 +222,8 @@ fn parse(unit: &LogicalUnit, list: &[u8], header: usize) -> Result<ModeChanges, 
         let Some(&[code, len]) = list.get(at..at + 2) else {
             return Err(Sense::LIST_LENGTH);
         };
-        // PS is reserved here, but initiators send back what they received. SPF: no page with subpages can be changed.
+        // PS is reserved here, but initiators send back what they received. SPF: no page with
+        // subpages can be changed.
         let code = code & 0x7f;
         let Some(current) = page(unit, code, PageControl::Current) else {
             return Err(Sense::list(at as u16, Some(6)));

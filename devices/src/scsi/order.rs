@@ -1,10 +1,12 @@
-//! Which commands wait for which: a command that reads blocks and then relies on them has these blocks to itself.
+//! Which commands wait for which: a command that reads blocks and then relies on them has these
+//! blocks to itself.
 //!
-//! COMPARE AND WRITE is atomic (SBC-4, 5.3): no other command may change its blocks between its read and its write. So a
-//! command that changes blocks is listed from its check until its end. A command with exclusive access waits for every
-//! overlapping command listed before it, and later overlapping commands wait for it. No command waits for a later one, so
-//! there is no deadlock. On a disk with WRITE ATOMIC reads are listed too: they see all of such a
-//! write or nothing (SBC-4, 4.29).
+//! COMPARE AND WRITE is atomic (SBC-4, 5.3): no other command may change its blocks between its
+//! read and its write. So a command that changes blocks is listed from its check until its end. A
+//! command with exclusive access waits for every overlapping command listed before it, and later
+//! overlapping commands wait for it. No command waits for a later one, so there is no deadlock. On
+//! a disk with WRITE ATOMIC reads are listed too: they see all of such a write or nothing (SBC-4,
+//! 4.29).
 
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 

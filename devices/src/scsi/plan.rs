@@ -1,4 +1,5 @@
-//! How a command is checked: its row in the table, the request that its decoder gets, and the resulting plan.
+//! How a command is checked: its row in the table, the request that its decoder gets, and the
+//! resulting plan.
 
 use super::data::DataBuffer;
 use super::job::Job;
@@ -13,7 +14,8 @@ pub(super) enum CommandPlan {
     Run(Job),
 }
 
-/// A command as its decoder gets it: the CDB has its full length, and sets no bit that the command does not use.
+/// A command as its decoder gets it: the CDB has its full length, and sets no bit that the command
+/// does not use.
 pub(super) struct ScsiRequest<'a> {
     pub(super) unit: &'a LogicalUnit,
     pub(super) data: &'a dyn DataBuffer,
@@ -62,7 +64,8 @@ pub(super) struct CommandEntry {
     pub(super) opcode: u8,
     /// The service action in the low five bits of byte 1, for opcodes that have them.
     pub(super) action: Option<u8>,
-    /// CDB usage data (SPC-5, 6.35.3): the bits of each byte that are evaluated. The CDB has the same length.
+    /// CDB usage data (SPC-5, 6.35.3): the bits of each byte that are evaluated. The CDB has the
+    /// same length.
     pub(super) usage: &'static [u8],
     /// Bits of byte 1 that are valid only if blocks can be unmapped. [`ALL`]: the whole command is.
     pub(super) thin: u8,

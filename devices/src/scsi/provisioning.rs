@@ -1,4 +1,5 @@
-//! Logical block provisioning: UNMAP (SBC-4, 5.35), WRITE SAME (5.49, 5.50) and GET LBA STATUS (5.9).
+//! Logical block provisioning: UNMAP (SBC-4, 5.35), WRITE SAME (5.49, 5.50) and GET LBA STATUS
+//! (5.9).
 
 use super::data::DataBuffer;
 use super::io::{CdbRange, check_data_out_exactly, check_writable, parse_range};
@@ -9,7 +10,8 @@ use crate::backend::{Allocation, Extent, SECTOR_SIZE};
 use crate::block::MAX_ERASE_SECTORS;
 use crate::latency::OperationKind;
 
-/// The most bytes of one UNMAP, all descriptors together: as many as a DISCARD of virtio-blk may cover.
+/// The most bytes of one UNMAP, all descriptors together: as many as a DISCARD of virtio-blk may
+/// cover.
 const MAX_UNMAP_BYTES: u64 = MAX_ERASE_SECTORS as u64 * SECTOR_SIZE;
 /// The most blocks of one UNMAP: the limit that libiscsi's conformance tests accept.
 const MAX_UNMAP_BLOCKS: u64 = 1 << 20;
@@ -43,8 +45,9 @@ pub(super) fn unmap(request: &ScsiRequest<'_>) -> Result<CommandPlan, Sense> {
     // At most 64 KiB.
     let mut list = vec![0; len];
     request.data.read(0, &mut list);
-    // UNMAP DATA LENGTH may be 0, for a list without descriptors. If it ends inside the last descriptor, that descriptor
-    // is ignored; if the list itself is cut off there, that is an error.
+    // UNMAP DATA LENGTH may be 0, for a list without descriptors. If it ends inside the last
+    // descriptor, that descriptor is ignored; if the list itself is cut off there, that is an
+    // error.
     let data_len = usize::from(u16::from_be_bytes([list[2], list[3]]));
     if data_len > len - HEADER {
         return Err(Sense::LIST_LENGTH);
@@ -100,8 +103,8 @@ pub(super) fn write_same(request: &ScsiRequest<'_>) -> Result<CommandPlan, Sense
     if !no_data {
         check_data_out_exactly(request, 1, count_at)?;
     }
-    // Zeroes are a record without payload. With UNMAP, blocks of zeroes may be unmapped, because unmapped blocks read as
-    // zeroes; other blocks are written (SBC-4, table 139).
+    // Zeroes are a record without payload. With UNMAP, blocks of zeroes may be unmapped, because
+    // unmapped blocks read as zeroes; other blocks are written (SBC-4, table 139).
     let zero = no_data || is_zero(request.data, unit.block_size() as usize);
     let (kind, action) = if zero && (unit.can().write_zeroes || unmap) {
         (OperationKind::WriteZeroes, ScsiAction::Zero { unmap })
@@ -159,8 +162,8 @@ const MAPPED: u8 = 0;
 /// Deallocated.
 const DEALLOCATED: u8 = 1;
 
-/// One to `most` consecutive ranges with their PROVISIONING STATUS, from block `start` on, where `extents` begin. A block
-/// of several sectors is deallocated only if all of them are.
+/// One to `most` consecutive ranges with their PROVISIONING STATUS, from block `start` on, where
+/// `extents` begin. A block of several sectors is deallocated only if all of them are.
 fn provisioning_statuses(
     extents: &[Extent],
     per_block: u64,
@@ -173,7 +176,8 @@ fn provisioning_statuses(
         let Some(blocks) = until.checked_sub(*reported).filter(|&blocks| blocks > 0) else {
             return true;
         };
-        // Only the start of an overlong range is reported; an initiator that wants the rest asks again.
+        // Only the start of an overlong range is reported; an initiator that wants the rest asks
+        // again.
         let count = u32::try_from(blocks).unwrap_or(u32::MAX);
         let lba = std::mem::replace(reported, until);
         let last = statuses
@@ -200,7 +204,8 @@ fn provisioning_statuses(
                     begin.div_ceil(per_block).min(sector / per_block),
                 ) && report(DEALLOCATED, &mut reported, sector / per_block)
             }
-            // The last block may reach into the next extent, which then starts with the block after it.
+            // The last block may reach into the next extent, which then starts with the block after
+            // it.
             _ => report(MAPPED, &mut reported, sector.div_ceil(per_block)),
         };
         if !goes_on {

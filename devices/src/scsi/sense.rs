@@ -16,7 +16,8 @@ pub enum Status {
     TaskAborted = 0x40,
 }
 
-/// Sense data as the application client gets it, in the fixed format (18 bytes) or the descriptor format.
+/// Sense data as the application client gets it, in the fixed format (18 bytes) or the descriptor
+/// format.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub struct SenseData {
     bytes: [u8; Self::MAX],
@@ -110,7 +111,8 @@ impl Sense {
         self
     }
 
-    /// INVALID FIELD IN CDB; `bit`: the field's most significant bit, if the field is not whole bytes.
+    /// INVALID FIELD IN CDB; `bit`: the field's most significant bit, if the field is not whole
+    /// bytes.
     pub(super) const fn cdb(byte: u16, bit: Option<u8>) -> Self {
         Self::new(key::ILLEGAL_REQUEST, 0x2400).at_cdb(byte, bit)
     }
@@ -126,7 +128,8 @@ impl Sense {
         sense
     }
 
-    /// MISCOMPARE DURING VERIFY OPERATION; `offset`: of the first byte of the Data-Out Buffer that differs (SBC-4, 5.3).
+    /// MISCOMPARE DURING VERIFY OPERATION; `offset`: of the first byte of the Data-Out Buffer that
+    /// differs (SBC-4, 5.3).
     pub(super) const fn miscompare(offset: u64) -> Self {
         let mut sense = Self::new(key::MISCOMPARE, 0x1d00);
         sense.information = Some(offset);

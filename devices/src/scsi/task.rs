@@ -37,7 +37,8 @@ pub struct TaskOutcome {
     pub status: Status,
     /// The reason for CHECK CONDITION.
     pub sense: Option<SenseData>,
-    /// Valid bytes at the start of the Data-In Buffer. `None`: the command returns no data, or it failed.
+    /// Valid bytes at the start of the Data-In Buffer. `None`: the command returns no data, or it
+    /// failed.
     pub data_in: Option<usize>,
 }
 
@@ -57,9 +58,11 @@ pub struct Task {
 }
 
 impl Task {
-    /// Looks a command up, and checks its CDB and its parameter list, before any of its work is done.
+    /// Looks a command up, and checks its CDB and its parameter list, before any of its work is
+    /// done.
     ///
-    /// `cdb` may be longer than the command's CDB. `data` must be the same in all calls for one task.
+    /// `cdb` may be longer than the command's CDB. `data` must be the same in all calls for one
+    /// task.
     pub fn new(unit: &LogicalUnit, cdb: &[u8], data: &dyn DataBuffer) -> Self {
         let (job, data_in, failed) = match command::plan_command(unit, cdb, data) {
             Ok(CommandPlan::Run(job)) => (job, None, None),
@@ -101,7 +104,8 @@ impl Task {
         }
     }
 
-    /// The kind that the command's latency counts as; `None` for a command that is neither I/O nor a flush.
+    /// The kind that the command's latency counts as; `None` for a command that is neither I/O nor
+    /// a flush.
     pub fn kind(&self) -> Option<OperationKind> {
         self.job.kind
     }
@@ -296,8 +300,8 @@ impl Task {
         }
     }
 
-    /// Aborts the command: it submits no more operations, and ends with TASK ABORTED once none is in flight. Operations
-    /// already submitted are not undone.
+    /// Aborts the command: it submits no more operations, and ends with TASK ABORTED once none is
+    /// in flight. Operations already submitted are not undone.
     pub fn abort(&mut self) {
         self.failed = Some((Status::TaskAborted, None));
         self.data_in = None;

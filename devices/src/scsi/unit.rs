@@ -7,8 +7,8 @@ use super::order::CommandOrder;
 use super::sense::Sense;
 use crate::backend::{Backend, Capabilities, MAX_REQUEST_BYTES, SECTOR_SIZE};
 
-/// Physical block in bytes, as for virtio-blk: the alignment of the log, and the usual block size of the media under base
-/// images.
+/// Physical block in bytes, as for virtio-blk: the alignment of the log, and the usual block size
+/// of the media under base images.
 pub(super) const PHYSICAL_BLOCK: u32 = 4096;
 
 /// The most blocks of a COMPARE AND WRITE: its CDB has one byte for their number.
@@ -25,10 +25,11 @@ pub enum UnitError {
     TooSmall(u32),
 }
 
-/// A logical unit: a [`Backend`] with an identity, a logical block size, and the state that its commands share.
+/// A logical unit: a [`Backend`] with an identity, a logical block size, and the state that its
+/// commands share.
 ///
-/// All initiators share the unit's state, because the transports cannot tell them apart. So each unit attention condition
-/// is reported once, and mode pages are shared.
+/// All initiators share the unit's state, because the transports cannot tell them apart. So each
+/// unit attention condition is reported once, and mode pages are shared.
 pub struct LogicalUnit {
     backend: Arc<dyn Backend>,
     serial: String,
@@ -51,12 +52,13 @@ impl LogicalUnit {
     /// Longest serial number in bytes.
     pub const MAX_SERIAL_BYTES: usize = 36;
 
-    /// Presents `backend` with logical blocks of `block_size` bytes, 512 or 4096. A partial block at the end of the
-    /// disk cannot be accessed.
+    /// Presents `backend` with logical blocks of `block_size` bytes, 512 or 4096. A partial block
+    /// at the end of the disk cannot be accessed.
     ///
-    /// `serial` is the PRODUCT SERIAL NUMBER (VPD page 80h). The designators of page 83h are derived from it, so hosts take
-    /// units with the same serial number for paths to one disk. Characters other than printable ASCII become `_`, and it
-    /// is truncated to [`MAX_SERIAL_BYTES`](Self::MAX_SERIAL_BYTES).
+    /// `serial` is the PRODUCT SERIAL NUMBER (VPD page 80h). The designators of page 83h are
+    /// derived from it, so hosts take units with the same serial number for paths to one disk.
+    /// Characters other than printable ASCII become `_`, and it is truncated to
+    /// [`MAX_SERIAL_BYTES`](Self::MAX_SERIAL_BYTES).
     ///
     /// # Errors
     /// If the block size is neither of these, or the disk is smaller than a block.
@@ -112,7 +114,8 @@ impl LogicalUnit {
         self.backend.sectors() / self.sectors_per_block()
     }
 
-    /// The most bytes that a command moves, a multiple of the block size. A command that asks for more is refused.
+    /// The most bytes that a command moves, a multiple of the block size. A command that asks for
+    /// more is refused.
     pub fn max_transfer_bytes(&self) -> usize {
         let block = self.block_size as usize;
         let most = self.backend.max_request_bytes().min(MAX_REQUEST_BYTES);

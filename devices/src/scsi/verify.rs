@@ -1,5 +1,5 @@
-//! Commands that compare or verify blocks: VERIFY (SBC-4, 5.36 to 5.38), WRITE AND VERIFY (5.43 to 5.45) and COMPARE
-//! AND WRITE (5.3).
+//! Commands that compare or verify blocks: VERIFY (SBC-4, 5.36 to 5.38), WRITE AND VERIFY (5.43 to
+//! 5.45) and COMPARE AND WRITE (5.3).
 
 use super::io::{
     CdbRange, check_data_out, check_data_out_exactly, check_range, check_writable, fua_flush,
@@ -53,8 +53,8 @@ pub(super) fn verify(request: &ScsiRequest<'_>) -> Result<CommandPlan, Sense> {
     )))
 }
 
-/// WRITE AND VERIFY (10), (12), (16). The write is made durable before the blocks are read back, so that they come from
-/// the medium. No other command may change them in between.
+/// WRITE AND VERIFY (10), (12), (16). The write is made durable before the blocks are read back, so
+/// that they come from the medium. No other command may change them in between.
 pub(super) fn write_and_verify(request: &ScsiRequest<'_>) -> Result<CommandPlan, Sense> {
     check_writable(request)?;
     let after = match byte_check(request)? {

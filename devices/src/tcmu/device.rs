@@ -23,8 +23,8 @@ pub struct Device {
 pub(super) type WriteCacheHook = Arc<dyn Fn(bool) + Send + Sync>;
 
 impl Device {
-    /// Presents `backend` as a SCSI disk with logical blocks of `block_size` bytes. Log messages call it `name`; for
-    /// `serial` see [`LogicalUnit::new`].
+    /// Presents `backend` as a SCSI disk with logical blocks of `block_size` bytes. Log messages
+    /// call it `name`; for `serial` see [`LogicalUnit::new`].
     ///
     /// # Errors
     /// If the disk cannot have blocks of this size.
@@ -44,9 +44,9 @@ impl Device {
         })
     }
 
-    /// Makes the worker call `hook` with whether the disk has a volatile write cache, when it starts and at each change.
-    /// It calls the hook with `true` before it answers the first write that relies on the cache, and with `false` only
-    /// after every earlier write is durable.
+    /// Makes the worker call `hook` with whether the disk has a volatile write cache, when it
+    /// starts and at each change. It calls the hook with `true` before it answers the first write
+    /// that relies on the cache, and with `false` only after every earlier write is durable.
     pub fn on_write_cache(&mut self, hook: Box<dyn Fn(bool) + Send + Sync>) {
         self.write_cache = hook.into();
     }
@@ -56,8 +56,8 @@ impl Device {
         &self.unit
     }
 
-    /// The device's counters. Commands count as requests, events of the kernel as doorbells, writes to the UIO device as
-    /// interrupts.
+    /// The device's counters. Commands count as requests, events of the kernel as doorbells, writes
+    /// to the UIO device as interrupts.
     pub fn metrics(&self) -> Arc<BlockMetrics> {
         Arc::clone(&self.metrics)
     }
@@ -83,14 +83,14 @@ struct DiskControl {
 }
 
 impl DeviceControl for DiskControl {
-    /// The next command gets UNIT ATTENTION (CAPACITY DATA HAS CHANGED). Initiators read the new capacity when they
-    /// rescan.
+    /// The next command gets UNIT ATTENTION (CAPACITY DATA HAS CHANGED). Initiators read the new
+    /// capacity when they rescan.
     fn capacity_changed(&self) {
         self.unit.capacity_changed();
     }
 
-    /// Only an initiator may turn writeback on (MODE SELECT, caching page): an initiator that has seen writethrough
-    /// never flushes.
+    /// Only an initiator may turn writeback on (MODE SELECT, caching page): an initiator that has
+    /// seen writethrough never flushes.
     fn set_write_cache(&self, on: bool) -> bool {
         let backend = self.unit.backend();
         if !on && backend.capabilities().write_cache_toggle {

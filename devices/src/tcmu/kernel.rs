@@ -1,7 +1,8 @@
-//! A model of the kernel's side of the ring: what target_core_user does, and when it considers the ring broken.
+//! A model of the kernel's side of the ring: what target_core_user does, and when it considers the
+//! ring broken.
 //!
-//! For tests and fuzz targets. Like the kernel, it keeps its state in private memory, and reads from the shared memory
-//! only what it has to.
+//! For tests and fuzz targets. Like the kernel, it keeps its state in private memory, and reads
+//! from the shared memory only what it has to.
 
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -56,7 +57,8 @@ pub struct Kernel {
 }
 
 impl Kernel {
-    /// Creates a mailbox, a ring of `ring_size` bytes (a multiple of 64) and a data area of `blocks` blocks.
+    /// Creates a mailbox, a ring of `ring_size` bytes (a multiple of 64) and a data area of
+    /// `blocks` blocks.
     ///
     /// # Panics
     /// If there is not enough memory.

@@ -1,13 +1,14 @@
-//! The layout of the shared memory (linux/target_core_user.h), for 64-bit kernels. Numbers are in the machine's own
-//! byte order, since both sides run on the same machine.
+//! The layout of the shared memory (linux/target_core_user.h), for 64-bit kernels. Numbers are in
+//! the machine's own byte order, since both sides run on the same machine.
 //!
 //! ```text
 //!   0             ring_offset                      ring_offset + ring_size              the end of the mapping
 //!   ├─ mailbox ─┬─┤ entry │ entry │ … │ PAD        ├─ data area: blocks of pages, named by iovecs ─┤
 //! ```
-//! Offsets below count from the start of the mailbox or of an entry. An entry's length is a multiple of 8. An entry
-//! never wraps: a PAD fills the ring's end when the next entry does not fit there. `cmd_head` and `cmd_tail` count from
-//! the start of the ring and are less than its size; if they are equal, the ring is empty.
+//! Offsets below count from the start of the mailbox or of an entry. An entry's length is a
+//! multiple of 8. An entry never wraps: a PAD fills the ring's end when the next entry does not fit
+//! there. `cmd_head` and `cmd_tail` count from the start of the ring and are less than its size; if
+//! they are equal, the ring is empty.
 
 /// The mailbox, at the start of the memory.
 pub(super) mod mailbox {
@@ -21,7 +22,8 @@ pub(super) mod mailbox {
     pub(crate) const RING_SIZE: usize = 8;
     /// u32, written by the kernel: the end of the last entry that it has queued.
     pub(crate) const HEAD: usize = 12;
-    /// u32, written by this process, on a cache line of its own: the end of the last entry given back to the kernel.
+    /// u32, written by this process, on a cache line of its own: the end of the last entry given
+    /// back to the kernel.
     pub(crate) const TAIL: usize = 64;
     /// Length of the mailbox in bytes.
     pub(crate) const LEN: usize = 128;
@@ -38,7 +40,8 @@ pub(super) mod flag {
     /// The kernel reports aborts and resets, if configured to (`tmr_notification`).
     #[cfg(any(test, fuzzing))]
     pub(crate) const TASK_MANAGEMENT: u16 = 1 << 2;
-    /// A response may keep its data blocks for later. Not used: data is copied before the backend gets it.
+    /// A response may keep its data blocks for later. Not used: data is copied before the backend
+    /// gets it.
     #[cfg(any(test, fuzzing))]
     pub(crate) const KEEP_BUFFER: u16 = 1 << 3;
 }
@@ -49,7 +52,8 @@ pub(super) mod header {
     pub(crate) const LEN_OP: usize = 0;
     /// u16: the command's number, from 1. In a response, the number of the command that has ended.
     pub(crate) const ID: usize = 4;
-    /// u8, written by this process: see [`super::response`]. At 6 are the kernel's flags; none is defined.
+    /// u8, written by this process: see [`super::response`]. At 6 are the kernel's flags; none is
+    /// defined.
     pub(crate) const OUR_FLAGS: usize = 7;
     /// Length of the header.
     pub(crate) const LEN: usize = 8;
@@ -80,7 +84,8 @@ pub(super) mod request {
     pub(crate) const IOVEC_LEN: usize = 16;
 }
 
-/// A response. It overwrites a request, not necessarily its own, so the worker copies CDBs and iovecs first.
+/// A response. It overwrites a request, not necessarily its own, so the worker copies CDBs and
+/// iovecs first.
 pub(super) mod response {
     /// u8: the SCSI status. At 9 three bytes, unused.
     pub(crate) const STATUS: usize = 8;

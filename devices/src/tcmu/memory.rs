@@ -11,14 +11,15 @@ use vm_memory::{Bytes, VolatileSlice};
 
 use crate::scsi::DataBuffer;
 
-/// Memory shared with the kernel, which may write to it at any time: all access is volatile or atomic, and
-/// bounds-checked.
+/// Memory shared with the kernel, which may write to it at any time: all access is volatile or
+/// atomic, and bounds-checked.
 pub struct Mapping {
     start: NonNull<u8>,
     len: usize,
 }
 
-// SAFETY: the memory belongs to the value and may be accessed from any thread; no code gets a plain reference to it.
+// SAFETY: the memory belongs to the value and may be accessed from any thread; no code gets a plain
+// reference to it.
 unsafe impl Send for Mapping {}
 // SAFETY: as above; all access is volatile or atomic, which several threads may do at once.
 unsafe impl Sync for Mapping {}
@@ -30,7 +31,8 @@ impl Mapping {
     /// If the kernel refuses, usually because `len` is not the region's length.
     pub fn of_device(device: impl AsFd, len: usize) -> io::Result<Self> {
         let protection = ProtFlags::READ | ProtFlags::WRITE;
-        // SAFETY: a new mapping at an address of the kernel's choice: no memory that is in use changes.
+        // SAFETY: a new mapping at an address of the kernel's choice: no memory that is in use
+        // changes.
         let start = unsafe {
             mmap(
                 std::ptr::null_mut(),
@@ -69,14 +71,16 @@ impl Mapping {
 
     /// The whole mapping.
     pub fn slice(&self) -> VolatileSlice<'_> {
-        // SAFETY: the memory is mapped, readable and writable, for as long as `self` lives, which the slice borrows.
+        // SAFETY: the memory is mapped, readable and writable, for as long as `self` lives, which
+        // the slice borrows.
         unsafe { VolatileSlice::new(self.start.as_ptr(), self.len) }
     }
 }
 
 impl Drop for Mapping {
     fn drop(&mut self) {
-        // SAFETY: mapped by `of_device` or `anonymous` with this length; every slice of it borrows `self`.
+        // SAFETY: mapped by `of_device` or `anonymous` with this length; every slice of it borrows
+        // `self`.
         let unmapped = unsafe { munmap(self.start.as_ptr().cast(), self.len) };
         if let Err(error) = unmapped {
             tracing::error!("shared memory stays mapped: {error}");
@@ -84,8 +88,9 @@ impl Drop for Mapping {
     }
 }
 
-/// The data of one command, in blocks of the shared memory. The kernel stores the data of a write there before it queues
-/// the command, and fetches the data of a read from there after the command has ended.
+/// The data of one command, in blocks of the shared memory. The kernel stores the data of a write
+/// there before it queues the command, and fetches the data of a read from there after the command
+/// has ended.
 #[derive(Clone)]
 pub struct CommandData {
     memory: Arc<Mapping>,
@@ -109,8 +114,8 @@ impl CommandData {
         }
     }
 
-    /// Appends a block. `None` if the block does not lie in the memory from `from` on, or if all blocks together would be
-    /// longer than that.
+    /// Appends a block. `None` if the block does not lie in the memory from `from` on, or if all
+    /// blocks together would be longer than that.
     pub(super) fn push(&mut self, from: usize, offset: u64, len: u64) -> Option<()> {
         let (offset, len) = (usize::try_from(offset).ok()?, usize::try_from(len).ok()?);
         let area = self.memory.len() - from;
@@ -135,8 +140,8 @@ impl CommandData {
         }
     }
 
-    /// Calls `copy` for each block of `[offset, offset + len)`, with the block's offset in the memory, the number of bytes
-    /// of the range before it, and its length.
+    /// Calls `copy` for each block of `[offset, offset + len)`, with the block's offset in the
+    /// memory, the number of bytes of the range before it, and its length.
     fn for_each_block(
         &self,
         offset: usize,

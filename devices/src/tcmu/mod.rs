@@ -1,4 +1,5 @@
-//! TCMU, LIO's user-space back end (target_core_user): this process serves disks to the kernel's SCSI target.
+//! TCMU, LIO's user-space back end (target_core_user): this process serves disks to the kernel's
+//! SCSI target.
 //!
 //! ```text
 //!   initiator ─▶ fabric (tcm_loop, vhost, iSCSI …) ─▶ target core ─▶ target_core_user
@@ -9,13 +10,14 @@
 //!   Worker   a thread per device: an event loop over UIO and backend      worker.rs, device.rs
 //!   Task     a SCSI command as a few operations                           crate::scsi
 //! ```
-//! The ring knows neither SCSI nor disks, and needs no kernel: its tests run against a model of the kernel's side. This
-//! module does not create devices in configfs.
+//! The ring knows neither SCSI nor disks, and needs no kernel: its tests run against a model of the
+//! kernel's side. This module does not create devices in configfs.
 //!
-//! Why neither a crate nor libtcmu: there is no such crate, and libtcmu is a C library with a callback per command, which
-//! wakes the kernel for every single response.
+//! Why neither a crate nor libtcmu: there is no such crate, and libtcmu is a C library with a
+//! callback per command, which wakes the kernel for every single response.
 //!
-//! A program creates the device in configfs, finds its UIO device and the length of its memory there, and serves it:
+//! A program creates the device in configfs, finds its UIO device and the length of its memory
+//! there, and serves it:
 //!
 //! ```no_run
 //! use std::fs::File;

@@ -5,9 +5,9 @@
 //!   ─────────┼── PAD ── COMMAND 7 ── COMMAND 8 ──┼── COMMAND 9 ─────────────────┼─────────
 //!            └ command 8 has ended: its response overwrites 7's request in the oldest entry, and names 8
 //! ```
-//! A request is copied when it is taken, so its entry is then free for a response. The ring remembers which entries lie
-//! between tail and next, and never reads their headers again. All input is checked as untrusted, and the first malformed
-//! entry stops the ring.
+//! A request is copied when it is taken, so its entry is then free for a response. The ring
+//! remembers which entries lie between tail and next, and never reads their headers again. All
+//! input is checked as untrusted, and the first malformed entry stops the ring.
 
 use std::collections::VecDeque;
 use std::sync::Arc;
@@ -84,7 +84,8 @@ pub enum EntryProblem {
     /// Its CDB does not lie inside the entry.
     #[error("has its CDB outside of the entry, at {0}")]
     Cdb(u64),
-    /// An iovec does not lie in the data area, or all iovecs together are longer than the data area.
+    /// An iovec does not lie in the data area, or all iovecs together are longer than the data
+    /// area.
     #[error("has data outside of the data area: {len} bytes at {offset}")]
     Data {
         /// Start of the iovec's data, in bytes from the mailbox.
@@ -127,8 +128,8 @@ pub enum Entry {
     Command(Command),
     /// The kernel has aborted these commands, or reset the device. They must still be answered.
     TaskManagement {
-        /// The function: 1 ABORT TASK, 2 ABORT TASK SET, 3 CLEAR ACA, 4 CLEAR TASK SET, 5 LOGICAL UNIT RESET, 6 and 7
-        /// target reset, 128 a reset by PERSISTENT RESERVE OUT.
+        /// The function: 1 ABORT TASK, 2 ABORT TASK SET, 3 CLEAR ACA, 4 CLEAR TASK SET, 5 LOGICAL
+        /// UNIT RESET, 6 and 7 target reset, 128 a reset by PERSISTENT RESERVE OUT.
         kind: u8,
         /// Numbers of the commands that it has aborted.
         ids: Vec<u16>,
@@ -178,7 +179,8 @@ pub struct CommandRing {
 }
 
 impl CommandRing {
-    /// Opens the ring described by the mailbox at the start of `memory`. Entries already in it are taken first.
+    /// Opens the ring described by the mailbox at the start of `memory`. Entries already in it are
+    /// taken first.
     ///
     /// # Errors
     /// If the mailbox is malformed or of an unknown version.
@@ -291,7 +293,8 @@ impl CommandRing {
 
     /// Answers a command. The kernel sees the answer after [`publish`](Self::publish).
     pub fn complete(&mut self, ticket: Ticket, answer: &Response<'_>) {
-        // There is one ticket per unanswered command entry, and `skip_others` leaves a command entry at the front.
+        // There is one ticket per unanswered command entry, and `skip_others` leaves a command
+        // entry at the front.
         let Some(entry) = self.taken.pop_front() else {
             debug_assert!(false, "command {} is not in flight", ticket.0);
             return;
@@ -321,11 +324,12 @@ impl CommandRing {
         self.skip_others();
     }
 
-    /// Stores the tail for the kernel. Returns how many commands were answered since the last call. If that is not 0, the
-    /// caller has to wake the kernel.
+    /// Stores the tail for the kernel. Returns how many commands were answered since the last call.
+    /// If that is not 0, the caller has to wake the kernel.
     pub fn publish(&mut self) -> usize {
         if self.tail != self.published {
-            // The store is Release: a kernel that sees the new tail also sees the responses before it.
+            // The store is Release: a kernel that sees the new tail also sees the responses before
+            // it.
             let stored = self
                 .memory
                 .slice()
@@ -401,7 +405,8 @@ impl CommandRing {
         let mut bytes = [0; MAX_CDB];
         let most = room.min(MAX_CDB);
         self.read_slice(start, &mut bytes[..most]);
-        // The length is taken from the copy, because the kernel could change the original between two reads.
+        // The length is taken from the copy, because the kernel could change the original between
+        // two reads.
         let cdb = bytes[..most].get(..cdb_len(&bytes)).ok_or(outside)?;
         Ok(SmallVec::from_slice(cdb))
     }
@@ -464,7 +469,8 @@ impl CommandRing {
     }
 }
 
-/// The length of a CDB by its operation code (SPC-4, 4.2.5.1), computed as in the kernel: 10 for vendor-specific groups.
+/// The length of a CDB by its operation code (SPC-4, 4.2.5.1), computed as in the kernel: 10 for
+/// vendor-specific groups.
 fn cdb_len(bytes: &[u8; MAX_CDB]) -> usize {
     match bytes[0] {
         0x7f => 8 + usize::from(bytes[7]),

@@ -224,7 +224,8 @@ fn an_unknown_entry_is_flagged_and_skipped() {
     let first = command(&mut ring);
     assert!(matches!(ring.take().unwrap(), Some(Entry::Unknown(6))));
     let second = command(&mut ring);
-    // The unknown entry gets no response: the kernel finds both commands' numbers in the other entries.
+    // The unknown entry gets no response: the kernel finds both commands' numbers in the other
+    // entries.
     ring.complete(second.ticket, &Response::default());
     ring.complete(first.ticket, &Response::default());
     ring.publish();

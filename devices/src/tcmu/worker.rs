@@ -1,11 +1,11 @@
-//! Serves a device: a source of the reactor, in a thread of its own. It takes all commands in the ring, submits them as a
-//! batch, and reports all completed commands to the kernel with one write.
+//! Serves a device: a source of the reactor, in a thread of its own. It takes all commands in the
+//! ring, submits them as a batch, and reports all completed commands to the kernel with one write.
 //!
 //! ```text
 //!   all commands, a batch ─▶ kick ─▶ completions ─▶ tail once, ≤ 1 write to the UIO device
 //! ```
-//! Memory is bounded: above [`MAX_BYTES_IN_FLIGHT`] or [`MAX_COMMANDS_IN_FLIGHT`], or while a command waits for memory of
-//! the process, commands stay in the ring.
+//! Memory is bounded: above [`MAX_BYTES_IN_FLIGHT`] or [`MAX_COMMANDS_IN_FLIGHT`], or while a
+//! command waits for memory of the process, commands stay in the ring.
 
 #[cfg(test)]
 mod tests;
@@ -62,8 +62,8 @@ impl GateWatcher for ReactorThread {
     }
 }
 
-/// The owner's handle of a device that is served. Dropping it drains the device: commands in flight complete and are
-/// answered, others stay in the ring.
+/// The owner's handle of a device that is served. Dropping it drains the device: commands in flight
+/// complete and are answered, others stay in the ring.
 pub struct Worker {
     source: SourceHandle,
     /// The gate has only a weak reference to it, so it is kept alive here.
@@ -73,7 +73,8 @@ pub struct Worker {
 impl Worker {
     /// Serves `device` to the kernel. `ring` is in the memory of the UIO device `uio`.
     ///
-    /// After a later failure, which is logged, the device is no longer served: its commands wait until they time out.
+    /// After a later failure, which is logged, the device is no longer served: its commands wait
+    /// until they time out.
     ///
     /// # Errors
     /// If the system refuses a descriptor or a thread.
@@ -174,9 +175,11 @@ struct DeviceServer {
     /// The value that `on_write_cache` was last called with.
     write_cache: bool,
     on_write_cache: WriteCacheHook,
-    /// Whether the worker's own flush is in flight: the cache is off, and earlier writes may not be durable yet.
+    /// Whether the worker's own flush is in flight: the cache is off, and earlier writes may not be
+    /// durable yet.
     settling: bool,
-    /// Whether a volatile command has ended since that flush was submitted: the flush may not cover it.
+    /// Whether a volatile command has ended since that flush was submitted: the flush may not cover
+    /// it.
     unsettled: bool,
 }
 
@@ -215,7 +218,8 @@ impl DeviceServer {
             let command = match entry? {
                 Some(Entry::Command(command)) => command,
                 Some(Entry::TaskManagement { kind, ids }) => {
-                    // The aborted commands are answered as usual; the kernel knows that it has aborted them.
+                    // The aborted commands are answered as usual; the kernel knows that it has
+                    // aborted them.
                     let name = &self.name;
                     tracing::debug!("disk '{name}': task management {kind} for {ids:?}");
                     continue;
@@ -257,7 +261,8 @@ impl DeviceServer {
         self.feed(turn);
     }
 
-    /// Begins the command that waits for memory, if there is some. A device that ends no longer waits.
+    /// Begins the command that waits for memory, if there is some. A device that ends no longer
+    /// waits.
     fn feed(&mut self, turn: &mut Turn<'_>) {
         let Some(key) = self.hungry else {
             return;
@@ -283,7 +288,8 @@ impl DeviceServer {
         {
             match task.next(&self.unit, data) {
                 TaskStep::Submit(operation) => {
-                    // Only this thread turns the cache on, so if it is off here it stays off for this operation.
+                    // Only this thread turns the cache on, so if it is off here it stays off for
+                    // this operation.
                     *volatile |= self.unit.backend().write_cache();
                     count(&self.metrics, &operation);
                     let bytes = bytes_of(&operation) as usize;
@@ -331,7 +337,8 @@ impl DeviceServer {
         }
         let short = outcome.data_in.filter(|&len| len < data.len());
         if short == Some(0) {
-            // The kernel takes a read length of 0 as "all of it", so the blocks must not hold stale data of other commands.
+            // The kernel takes a read length of 0 as "all of it", so the blocks must not hold stale
+            // data of other commands.
             data.clear();
         }
         let read = short.and_then(|len| u32::try_from(len).ok());
@@ -479,7 +486,8 @@ impl Source for DeviceServer {
 }
 
 impl Drop for DeviceServer {
-    /// Commands still in flight were abandoned after an error. They leave the gate without a response.
+    /// Commands still in flight were abandoned after an error. They leave the gate without a
+    /// response.
     fn drop(&mut self) {
         for _ in self.in_flight.drain() {
             self.gate.leave();
@@ -497,9 +505,11 @@ impl DeviceServer {
         }
     }
 
-    /// That flush has completed: the disk has no volatile write cache any more, unless the cache is on again.
+    /// That flush has completed: the disk has no volatile write cache any more, unless the cache is
+    /// on again.
     fn end_settling(&mut self, good: bool) {
-        // No further flush is tried after an error: its success would say nothing about earlier writes.
+        // No further flush is tried after an error: its success would say nothing about earlier
+        // writes.
         self.settling = !good;
         let off = !self.unit.backend().write_cache();
         if good && off && !self.unsettled && !self.is_volatile() {

@@ -109,7 +109,8 @@ impl<M: DeviceMemory, D: VirtioDevice> DeviceState<M, D> {
 
     // Features (2.2).
 
-    /// The device's features, and RING_RESET, which the transport adds: the reset of a single queue (2.6.1).
+    /// The device's features, and RING_RESET, which the transport adds: the reset of a single queue
+    /// (2.6.1).
     fn offered_features(&self) -> Features {
         let mut features = self.device.offered_features();
         features.insert(VIRTIO_F_RING_RESET);
@@ -150,7 +151,8 @@ impl<M: DeviceMemory, D: VirtioDevice> DeviceState<M, D> {
         }
     }
 
-    /// Sets the selected 32 bits of the driver's choice. The choice is fixed once FEATURES_OK is set (3.1.1).
+    /// Sets the selected 32 bits of the driver's choice. The choice is fixed once FEATURES_OK is
+    /// set (3.1.1).
     pub(super) fn set_driver_features(&mut self, value: u32) {
         if self.status.has(FEATURES_OK) {
             tracing::debug!("driver features written after FEATURES_OK: ignored");
@@ -193,7 +195,8 @@ impl<M: DeviceMemory, D: VirtioDevice> DeviceState<M, D> {
         }
     }
 
-    /// Sets FEATURES_OK only if the choice is acceptable; the driver reads the status back to find out (3.1.1, step 6).
+    /// Sets FEATURES_OK only if the choice is acceptable; the driver reads the status back to find
+    /// out (3.1.1, step 6).
     fn accept_features(&mut self) {
         if !self.status.has(ACKNOWLEDGE | DRIVER) {
             tracing::debug!("FEATURES_OK before ACKNOWLEDGE and DRIVER: ignored");
@@ -356,7 +359,8 @@ impl<M: DeviceMemory, D: VirtioDevice> DeviceState<M, D> {
         self.queues.get(self.queue_select as usize)
     }
 
-    /// The selected queue's registers for writing; `None` if the queue is enabled, because then they are read-only.
+    /// The selected queue's registers for writing; `None` if the queue is enabled, because then
+    /// they are read-only.
     fn writable_setup(&mut self) -> Option<&mut QueueSetup> {
         let queue = self.queues.get_mut(self.queue_select as usize)?;
         if queue.setup.ready {
@@ -366,15 +370,16 @@ impl<M: DeviceMemory, D: VirtioDevice> DeviceState<M, D> {
         Some(&mut queue.setup)
     }
 
-    /// Sets the selected queue's size, which is checked when the queue starts. A size that is not a power of two becomes 0,
-    /// because it MUST NOT be presented (4.1.4.3.1).
+    /// Sets the selected queue's size, which is checked when the queue starts. A size that is not a
+    /// power of two becomes 0, because it MUST NOT be presented (4.1.4.3.1).
     pub(super) fn set_queue_size(&mut self, size: u16) {
         if let Some(setup) = self.writable_setup() {
             setup.size = if size.is_power_of_two() { size } else { 0 };
         }
     }
 
-    /// Sets one half of an address of the selected queue. The address is checked when the queue starts.
+    /// Sets one half of an address of the selected queue. The address is checked when the queue
+    /// starts.
     pub(super) fn set_queue_address(&mut self, ring: QueueArea, half: Half, value: u32) {
         let Some(setup) = self.writable_setup() else {
             return;
@@ -390,7 +395,8 @@ impl<M: DeviceMemory, D: VirtioDevice> DeviceState<M, D> {
         };
     }
 
-    /// Enables the selected queue, unless it is still being reset: the driver has to wait for that (2.6.1).
+    /// Enables the selected queue, unless it is still being reset: the driver has to wait for that
+    /// (2.6.1).
     pub(super) fn enable_queue(&mut self) {
         if self.queue_resetting() {
             tracing::debug!("a queue was enabled while it was being reset: ignored");
@@ -414,9 +420,10 @@ impl<M: DeviceMemory, D: VirtioDevice> DeviceState<M, D> {
         }
     }
 
-    /// Resets the selected queue alone (2.6.1), if RING_RESET was negotiated; returns whether it did. The registers are then
-    /// as after a reset of the device, and the queue takes no more requests and sends no more interrupts. No register
-    /// access waits for the disk: [`queue_resetting`](Self::queue_resetting) is true until the requests in flight have
+    /// Resets the selected queue alone (2.6.1), if RING_RESET was negotiated; returns whether it
+    /// did. The registers are then as after a reset of the device, and the queue takes no more
+    /// requests and sends no more interrupts. No register access waits for the disk:
+    /// [`queue_resetting`](Self::queue_resetting) is true until the requests in flight have
     /// completed.
     pub(super) fn reset_queue(&mut self) -> bool {
         if !self.status.has(FEATURES_OK) || !self.driver_features.has(VIRTIO_F_RING_RESET) {
@@ -447,7 +454,8 @@ impl<M: DeviceMemory, D: VirtioDevice> DeviceState<M, D> {
         queue.draining.is_some()
     }
 
-    /// Handles an available buffer notification that arrived as a VM exit instead of through an ioeventfd.
+    /// Handles an available buffer notification that arrived as a VM exit instead of through an
+    /// ioeventfd.
     pub(super) fn notify(&self, queue: u32) {
         match self.device.doorbells().get(queue as usize) {
             // A full counter means that the doorbell has rung already.
@@ -458,7 +466,8 @@ impl<M: DeviceMemory, D: VirtioDevice> DeviceState<M, D> {
 
     // Configuration space (2.5).
 
-    /// The generation. It changes if the configuration has changed since the driver last read any of it (2.5.2).
+    /// The generation. It changes if the configuration has changed since the driver last read any
+    /// of it (2.5.2).
     pub(super) fn generation(&self) -> u32 {
         self.generation.wrapping_add(self.device.config_changes())
     }
@@ -481,11 +490,12 @@ impl<M: DeviceMemory> DeviceState<M, VirtioBlock> {
         self.device.cache().set_for_owner(on)
     }
 
-    /// Takes over the backend's capacity. If it has changed, the generation changes too and an interrupt is sent (5.2.6).
+    /// Takes over the backend's capacity. If it has changed, the generation changes too and an
+    /// interrupt is sent (5.2.6).
     pub(super) fn capacity_changed(&mut self) {
         if self.device.refresh_capacity() {
-            // Changes between two reads of the driver count once. Over PCI the counter has 8 bits, and must not wrap to the
-            // value that the driver saw (4.1.4.3.1).
+            // Changes between two reads of the driver count once. Over PCI the counter has 8 bits,
+            // and must not wrap to the value that the driver saw (4.1.4.3.1).
             if std::mem::take(&mut self.config_read) {
                 self.generation = self.generation.wrapping_add(1);
             }

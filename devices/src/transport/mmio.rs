@@ -22,7 +22,8 @@ const VENDOR: u32 = 0x564c_4157;
 /// The length and base of a shared memory region that does not exist (4.2.2, SHMLenLow).
 const NO_REGION: u32 = !0;
 
-/// A virtio device as 4 KiB of memory-mapped registers, one doorbell register and one interrupt line.
+/// A virtio device as 4 KiB of memory-mapped registers, one doorbell register and one interrupt
+/// line.
 pub struct MmioTransport<M: DeviceMemory, D: Device = VirtioBlock> {
     state: DeviceState<M, D>,
     interrupt: Arc<LineInterrupt>,
@@ -50,16 +51,16 @@ impl<M: DeviceMemory, D: Device> MmioTransport<M, D> {
         self.state.doorbells()
     }
 
-    /// Drains the requests in flight, stops the workers and returns the device to its initial state. Dropping the
-    /// transport drains and stops as well.
+    /// Drains the requests in flight, stops the workers and returns the device to its initial
+    /// state. Dropping the transport drains and stops as well.
     pub fn reset(&mut self) {
         self.state.reset();
     }
 
     /// Reads `data.len()` bytes of registers at `offset`.
     ///
-    /// Registers are 32 bits wide and aligned, and drivers must read them as such (4.2.2.2); any other access reads zeroes.
-    /// The configuration space may be read in any width.
+    /// Registers are 32 bits wide and aligned, and drivers must read them as such (4.2.2.2); any
+    /// other access reads zeroes. The configuration space may be read in any width.
     pub fn read(&mut self, offset: u64, data: &mut [u8]) {
         data.fill(0);
         if let Some(config) = offset.checked_sub(reg::CONFIG) {
@@ -71,8 +72,8 @@ impl<M: DeviceMemory, D: Device> MmioTransport<M, D> {
         }
     }
 
-    /// Writes registers at `offset`. An access that is not 32 bits wide and aligned does nothing, except in the
-    /// configuration space.
+    /// Writes registers at `offset`. An access that is not 32 bits wide and aligned does nothing,
+    /// except in the configuration space.
     pub fn write(&mut self, offset: u64, data: &[u8]) {
         if let Some(config) = offset.checked_sub(reg::CONFIG) {
             self.state.write_config(config, data);

@@ -147,7 +147,8 @@ impl Msix {
         }
     }
 
-    /// Reads the vector table. Only aligned accesses of 4 and 8 bytes are defined (6.8.2); others read 0.
+    /// Reads the vector table. Only aligned accesses of 4 and 8 bytes are defined (6.8.2); others
+    /// read 0.
     pub(super) fn read_table(&self, offset: u64, data: &mut [u8]) {
         data.fill(0);
         if !is_word_access(offset, data.len()) {
@@ -219,7 +220,8 @@ fn is_word_access(offset: u64, len: usize) -> bool {
     matches!(len, 4 | 8) && offset.is_multiple_of(len as u64)
 }
 
-/// The interrupts of a virtio-pci function: an MSI-X vector for each queue and one for the configuration.
+/// The interrupts of a virtio-pci function: an MSI-X vector for each queue and one for the
+/// configuration.
 pub(super) struct PciInterrupt {
     pub(super) msix: Msix,
     isr: AtomicU8,
@@ -252,8 +254,8 @@ impl PciInterrupt {
         self.config_vector.load(Ordering::SeqCst)
     }
 
-    /// Maps configuration changes to `vector`. A vector that does not exist becomes NO_VECTOR: the driver reads it back and
-    /// sees the failure (4.1.5.1.2.2).
+    /// Maps configuration changes to `vector`. A vector that does not exist becomes NO_VECTOR: the
+    /// driver reads it back and sees the failure (4.1.5.1.2.2).
     pub(super) fn set_config_vector(&self, vector: u16) {
         self.config_vector
             .store(self.valid_vector(vector), Ordering::SeqCst);
@@ -293,7 +295,8 @@ impl Interrupt for PciInterrupt {
         }
     }
 
-    /// The ISR status reports a configuration change in either case, before the message is sent (4.1.4.5.1).
+    /// The ISR status reports a configuration change in either case, before the message is sent
+    /// (4.1.4.5.1).
     fn config(&self) {
         self.isr.fetch_or(INTERRUPT_CONFIG as u8, Ordering::SeqCst);
         if self.msix.enabled() {

@@ -1,5 +1,5 @@
-//! Offsets of the transports' registers, in bytes, for a program that forwards accesses, replaces a doorbell with an
-//! ioeventfd, or acts as a driver.
+//! Offsets of the transports' registers, in bytes, for a program that forwards accesses, replaces a
+//! doorbell with an ioeventfd, or acts as a driver.
 //!
 //! ```
 //! use walvisor_devices::transport::offsets::{mmio, pci};
@@ -10,7 +10,8 @@
 //! assert_eq!((register, value, bar, address), (0x50, 3, 2, 12));
 //! ```
 
-/// virtio over MMIO (virtio 1.2, 4.2.2): offsets in a window of [`SIZE`](self::mmio::SIZE) bytes. Each register has 32 bits.
+/// virtio over MMIO (virtio 1.2, 4.2.2): offsets in a window of [`SIZE`](self::mmio::SIZE) bytes.
+/// Each register has 32 bits.
 pub mod mmio {
     /// Size of the window.
     pub const SIZE: u64 = 0x1000;
@@ -39,7 +40,8 @@ pub mod mmio {
     pub const QUEUE_NUM: u64 = 0x038;
     /// QueueReady.
     pub const QUEUE_READY: u64 = 0x044;
-    /// QueueNotify. An ioeventfd for each queue may replace this register (4-byte write, data match on the queue's index).
+    /// QueueNotify. An ioeventfd for each queue may replace this register (4-byte write, data match
+    /// on the queue's index).
     pub const QUEUE_NOTIFY: u64 = 0x050;
     /// InterruptStatus.
     pub const INTERRUPT_STATUS: u64 = 0x060;
@@ -71,17 +73,20 @@ pub mod mmio {
     pub const QUEUE_RESET: u64 = 0x0c0;
     /// ConfigGeneration.
     pub const CONFIG_GENERATION: u64 = 0x0fc;
-    /// The device's configuration space, up to the end of the window. It may be accessed in any width.
+    /// The device's configuration space, up to the end of the window. It may be accessed in any
+    /// width.
     pub const CONFIG: u64 = 0x100;
 }
 
-/// virtio over PCI: the function's BARs, and offsets in them. A driver learns the same from the function's capabilities.
+/// virtio over PCI: the function's BARs, and offsets in them. A driver learns the same from the
+/// function's capabilities.
 pub mod pci {
     /// Index of the BAR of [`COMMON`], [`ISR`] and [`DEVICE`].
     pub const CONFIG_BAR: usize = 0;
     /// Index of the BAR of the doorbells: queue `i` at `i` times [`NOTIFY_OFF_MULTIPLIER`].
     pub const NOTIFY_BAR: usize = 2;
-    /// Index of the BAR of the MSI-X table, which starts at 0. The pending bits start on the page after it.
+    /// Index of the BAR of the MSI-X table, which starts at 0. The pending bits start on the page
+    /// after it.
     pub const MSIX_BAR: usize = 4;
 
     /// The common configuration, in [`CONFIG_BAR`].
@@ -119,7 +124,8 @@ pub mod pci {
         pub const QUEUE_MSIX_VECTOR: u64 = 0x1a;
         /// `queue_enable`, 16 bits.
         pub const QUEUE_ENABLE: u64 = 0x1c;
-        /// `queue_notify_off`, 16 bits, in units of [`NOTIFY_OFF_MULTIPLIER`](super::NOTIFY_OFF_MULTIPLIER).
+        /// `queue_notify_off`, 16 bits, in units of
+        /// [`NOTIFY_OFF_MULTIPLIER`](super::NOTIFY_OFF_MULTIPLIER).
         pub const QUEUE_NOTIFY_OFF: u64 = 0x1e;
         /// `queue_desc`, 64 bits, or two halves.
         pub const QUEUE_DESC: u64 = 0x20;

@@ -35,8 +35,8 @@ const PAGE: u32 = 0x1000;
 const CONFIG_BAR_LEN: u32 = 4 * PAGE;
 const NOTIFY_BAR_LEN: u32 = PAGE;
 
-/// Length up to and including `queue_reset`. The field before it, `queue_notify_data`, belongs to a feature that is not
-/// offered, and is zero.
+/// Length up to and including `queue_reset`. The field before it, `queue_notify_data`, belongs to a
+/// feature that is not offered, and is zero.
 const COMMON_LEN: u64 = 0x3c;
 
 // The upper halves of the common configuration's 64-bit fields (4.1.3.1).
@@ -73,13 +73,15 @@ pub struct Bar {
 pub struct PciDoorbell {
     /// Index of the BAR.
     pub bar: usize,
-    /// Offset in the BAR. Each queue has its own address, to which drivers write 2 bytes, the queue's index.
+    /// Offset in the BAR. Each queue has its own address, to which drivers write 2 bytes, the
+    /// queue's index.
     pub offset: u64,
     /// The eventfd that a notification signals.
     pub event: EventFd,
 }
 
-/// A virtio device as a PCI function with MSI-X: one vector per queue and one for the configuration.
+/// A virtio device as a PCI function with MSI-X: one vector per queue and one for the
+/// configuration.
 pub struct PciTransport<M: DeviceMemory, D: Device = VirtioBlock> {
     state: DeviceState<M, D>,
     config: PciConfig,
@@ -91,7 +93,8 @@ pub struct PciTransport<M: DeviceMemory, D: Device = VirtioBlock> {
 }
 
 impl<M: DeviceMemory, D: Device> PciTransport<M, D> {
-    /// Presents `device`, with a vector per queue and one for the configuration. No BAR has an address yet.
+    /// Presents `device`, with a vector per queue and one for the configuration. No BAR has an
+    /// address yet.
     pub fn new(device: D, memory: M, msi: Arc<dyn MsiRouter>) -> Self {
         let queues = device.queues();
         // At most 257.
@@ -120,8 +123,8 @@ impl<M: DeviceMemory, D: Device> PciTransport<M, D> {
         let multiplier = NOTIFY_OFF_MULTIPLIER.to_le_bytes();
         let notify_len = u32::from(queues) * NOTIFY_OFF_MULTIPLIER;
         add(CFG_NOTIFY, NOTIFY_BAR, 0, notify_len, &multiplier, &[]);
-        // The driver may write bar, offset, length and pci_cfg_data (4.1.4.9). The body starts two bytes into the
-        // capability.
+        // The driver may write bar, offset, length and pci_cfg_data (4.1.4.9). The body starts two
+        // bytes into the capability.
         let mut writable = [0; PCI_CFG_DATA + 4 - 2];
         writable[2] = 0xff;
         writable[6..].fill(0xff);
@@ -161,13 +164,14 @@ impl<M: DeviceMemory, D: Device> PciTransport<M, D> {
             .collect())
     }
 
-    /// Drains the requests in flight, stops the workers and returns the device to its initial state. The PCI configuration
-    /// stays. Dropping the transport also drains and stops.
+    /// Drains the requests in flight, stops the workers and returns the device to its initial
+    /// state. The PCI configuration stays. Dropping the transport also drains and stops.
     pub fn reset(&mut self) {
         self.state.reset();
     }
 
-    /// The function's BARs with their current addresses, which any [`config_write`](Self::config_write) may change.
+    /// The function's BARs with their current addresses, which any
+    /// [`config_write`](Self::config_write) may change.
     pub fn bars(&self) -> Vec<Bar> {
         [CONFIG_BAR, NOTIFY_BAR, MSIX_BAR]
             .into_iter()
@@ -183,7 +187,8 @@ impl<M: DeviceMemory, D: Device> PciTransport<M, D> {
     /// Gives a BAR its address, as firmware would. Memory decoding stays as it is.
     ///
     /// # Panics
-    /// If the BAR does not exist, or `address` is above 4 GiB or not aligned to the BAR's size. A guest cannot cause this.
+    /// If the BAR does not exist, or `address` is above 4 GiB or not aligned to the BAR's size. A
+    /// guest cannot cause this.
     pub fn set_bar(&mut self, index: usize, address: u64) {
         let size = self.config.bar_size(index);
         assert!(size != 0, "BAR {index} does not exist");
@@ -195,7 +200,8 @@ impl<M: DeviceMemory, D: Device> PciTransport<M, D> {
             .set_bar(index, u32::try_from(address).expect("a 32-bit BAR"));
     }
 
-    /// Reads the configuration space in any width. The extended space, above 256 bytes, is empty and reads as zeroes.
+    /// Reads the configuration space in any width. The extended space, above 256 bytes, is empty
+    /// and reads as zeroes.
     pub fn config_read(&mut self, offset: u16, data: &mut [u8]) {
         if self.touches_pci_cfg_data(offset, data.len())
             && let Some((bar, at, len)) = self.pci_cfg_window()
@@ -233,8 +239,8 @@ impl<M: DeviceMemory, D: Device> PciTransport<M, D> {
         overlaps(offset, len, self.pci_cfg_capability + PCI_CFG_DATA, 4)
     }
 
-    /// Where the PCI configuration access capability points to: BAR, offset, length. `None` if 4.1.4.9.1 does not allow the
-    /// driver's values.
+    /// Where the PCI configuration access capability points to: BAR, offset, length. `None` if
+    /// 4.1.4.9.1 does not allow the driver's values.
     fn pci_cfg_window(&self) -> Option<(usize, u64, usize)> {
         let at = self.pci_cfg_capability;
         let bar = usize::from(self.config.u16_at(at + 4) as u8);
@@ -278,7 +284,8 @@ impl<M: DeviceMemory, D: Device> PciTransport<M, D> {
                 self.state.write_config(offset - DEVICE, data);
             }
             CONFIG_BAR if offset < COMMON_LEN => self.write_common(offset, data),
-            // The address identifies the queue; the index that the driver writes is redundant (4.1.5.2).
+            // The address identifies the queue; the index that the driver writes is redundant
+            // (4.1.5.2).
             NOTIFY_BAR if offset.is_multiple_of(NOTIFY_OFF_MULTIPLIER.into()) => {
                 let queue = offset / u64::from(NOTIFY_OFF_MULTIPLIER);
                 self.state.notify(u32::try_from(queue).unwrap_or(u32::MAX));
@@ -346,7 +353,8 @@ impl<M: DeviceMemory, D: Device> PciTransport<M, D> {
         }
     }
 
-    /// Each field has to be written in its own width; a 64-bit field may also be written as two halves (4.1.3.1).
+    /// Each field has to be written in its own width; a 64-bit field may also be written as two
+    /// halves (4.1.3.1).
     fn write_common(&mut self, offset: u64, data: &[u8]) {
         match *data {
             [value] => self.write_common_8(offset, value),

@@ -1,7 +1,8 @@
 //! The configuration space of a type 0 PCI function (PCI Local Bus 3.0, 6.1, 6.2.5 and 6.7).
 //!
-//! Each byte has a mask of the bits that software may write. That also covers BAR sizing: the bits of a BAR below its size
-//! are read-only zeroes, so after a write of all ones it reads as the size mask.
+//! Each byte has a mask of the bits that software may write. That also covers BAR sizing: the bits
+//! of a BAR below its size are read-only zeroes, so after a write of all ones it reads as the size
+//! mask.
 
 /// Length of the conventional configuration space in bytes.
 const SPACE_LEN: usize = 256;
@@ -70,8 +71,8 @@ impl PciConfig {
         self.writable[at..at + 4].copy_from_slice(&(!(size - 1)).to_le_bytes());
     }
 
-    /// Appends a capability: its ID, then `body`. `writable` masks the bits of the body that software may write; bytes beyond
-    /// the mask are read-only. Returns the capability's offset.
+    /// Appends a capability: its ID, then `body`. `writable` masks the bits of the body that
+    /// software may write; bytes beyond the mask are read-only. Returns the capability's offset.
     pub(super) fn add_capability(&mut self, id: u8, body: &[u8], writable: &[u8]) -> usize {
         let at = self.next_capability;
         self.set(self.link, &[at as u8]);
@@ -105,7 +106,8 @@ impl PciConfig {
         u32::from(self.u16_at(offset)) | u32::from(self.u16_at(offset + 2)) << 16
     }
 
-    /// A read by software. Zeroes beyond the end, because the function has no extended configuration space.
+    /// A read by software. Zeroes beyond the end, because the function has no extended
+    /// configuration space.
     pub(super) fn read(&self, offset: u16, data: &mut [u8]) {
         for (at, byte) in (usize::from(offset)..).zip(data) {
             *byte = self.registers.get(at).copied().unwrap_or(0);

@@ -1,5 +1,5 @@
-//! The area that records the chains in flight. The back-end creates it; the front-end keeps it, and passes it to the next
-//! back-end.
+//! The area that records the chains in flight. The back-end creates it; the front-end keeps it, and
+//! passes it to the next back-end.
 //!
 //! ```text
 //!  message: size u64 │ offset u64 │ queues u16 │ queue size u16 │ 4 unused

@@ -64,7 +64,8 @@ impl fmt::Display for MemoryRegion {
     }
 }
 
-/// The regions. Queue workers see a change with their next batch; until then the regions that they use stay mapped.
+/// The regions. Queue workers see a change with their next batch; until then the regions that they
+/// use stay mapped.
 pub(super) struct SharedMemory {
     map: GuestMemoryAtomic<GuestMemoryMmap>,
     regions: Vec<MemoryRegion>,
@@ -169,10 +170,11 @@ impl SharedMemory {
     }
 }
 
-/// Checks that `size` bytes of a file from `offset` on may be mapped, and returns the file's length. The file must be in
-/// memory (a memfd, tmpfs, hugetlbfs) or on a block device's file system: the front-end may control a file system in user
-/// space or on a network, and could then block any thread that touches a page. In hugetlbfs the range must be whole huge
-/// pages, because the SIGBUS handler cannot replace a part of one, should the file be truncated.
+/// Checks that `size` bytes of a file from `offset` on may be mapped, and returns the file's
+/// length. The file must be in memory (a memfd, tmpfs, hugetlbfs) or on a block device's file
+/// system: the front-end may control a file system in user space or on a network, and could then
+/// block any thread that touches a page. In hugetlbfs the range must be whole huge pages, because
+/// the SIGBUS handler cannot replace a part of one, should the file be truncated.
 pub(super) fn check_mappable(file: &File, offset: u64, size: u64) -> io::Result<u64> {
     if fcntl_get_seals(file).is_ok() {
         let stat = fstatfs(file)?;
@@ -197,7 +199,8 @@ pub(super) fn check_mappable(file: &File, offset: u64, size: u64) -> io::Result<
     Ok(stat.stx_size)
 }
 
-/// Maps a region. Its file must reach to the region's end, because an access beyond the end of a file is a SIGBUS.
+/// Maps a region. Its file must reach to the region's end, because an access beyond the end of a
+/// file is a SIGBUS.
 fn map_region(region: &MemoryRegion, file: File) -> Outcome<GuestRegionMmap> {
     let failed = |what: &dyn fmt::Display| refuse(format!("{region}: {what}"));
     let (offset, size) = (region.offset, region.size);

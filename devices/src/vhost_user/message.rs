@@ -25,8 +25,8 @@ const VERSION: u32 = 1;
 const VERSION_MASK: u32 = 3;
 const REPLY: u32 = 1 << 2;
 const NEED_REPLY: u32 = 1 << 3;
-/// The longest payload that is accepted, in bytes: enough for a memory table of 32 regions, or a configuration space with
-/// its header.
+/// The longest payload that is accepted, in bytes: enough for a memory table of 32 regions, or a
+/// configuration space with its header.
 const MAX_PAYLOAD: usize = 4096;
 /// The most descriptors that come with one message.
 const MAX_FILES: usize = 32;
@@ -127,7 +127,8 @@ impl<'a> Channel<'a> {
         })
     }
 
-    /// Reads until `bytes` is full. `first`: a message starts here, so the end of the stream is not an error.
+    /// Reads until `bytes` is full. `first`: a message starts here, so the end of the stream is not
+    /// an error.
     fn fill(&mut self, bytes: &mut [u8], files: &mut Vec<File>, first: bool) -> Outcome<()> {
         let mut done = 0;
         while done < bytes.len() {
@@ -232,8 +233,8 @@ impl Drop for Channel<'_> {
     }
 }
 
-/// Sends a request without payload to a front-end, over the channel that it has provided for that. Never waits: a
-/// front-end whose socket buffer is full misses the request.
+/// Sends a request without payload to a front-end, over the channel that it has provided for that.
+/// Never waits: a front-end whose socket buffer is full misses the request.
 pub(super) fn send_to_front_end(channel: &File, request: u32) -> Result<(), Errno> {
     let mut bytes = [0; HEADER];
     for (at, field) in [(0, request), (4, VERSION), (8, 0)] {

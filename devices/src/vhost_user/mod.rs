@@ -1,4 +1,5 @@
-//! virtio-blk for other programs: the back-end of the vhost-user protocol (QEMU's `docs/interop/vhost-user.rst`).
+//! virtio-blk for other programs: the back-end of the vhost-user protocol (QEMU's
+//! `docs/interop/vhost-user.rst`).
 //!
 //! ```text
 //!  front-end ──messages──▶ thread per listener ▶ FrontEndSession ──▶ VirtioBlock ──▶ worker per queue
@@ -9,8 +10,9 @@
 //! Why not the crates `vhost` and `vhost-user-backend`: see the [crate's
 //! page](crate#why-not-vhost-user-backend).
 //!
-//! A front-end is trusted no more than a guest. Its messages are checked before use, its memory is mapped only as far as
-//! the files behind it reach, and a fault of a front-end ends only its own connection.
+//! A front-end is trusted no more than a guest. Its messages are checked before use, its memory is
+//! mapped only as far as the files behind it reach, and a fault of a front-end ends only its own
+//! connection.
 //!
 //! ```
 //! use std::os::unix::net::UnixListener;

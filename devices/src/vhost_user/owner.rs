@@ -1,4 +1,5 @@
-//! Requests of a disk's owner to the thread that serves the disk, which handles them between two front-end messages.
+//! Requests of a disk's owner to the thread that serves the disk, which handles them between two
+//! front-end messages.
 
 use std::io;
 use std::sync::Arc;
@@ -9,8 +10,8 @@ use crate::control::{CacheSwitch, DeviceControl};
 use crate::event_loop::MessageSender;
 use crate::listen::WakeReason;
 
-/// How long a front-end may delay a pause. A front-end delays it only if it stops in the middle of a message, or does not
-/// read its replies.
+/// How long a front-end may delay a pause. A front-end delays it only if it stops in the middle of
+/// a message, or does not read its replies.
 const PAUSE_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// A request of the owner.

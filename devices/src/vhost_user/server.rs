@@ -26,8 +26,8 @@ pub struct Service {
 }
 
 impl Service {
-    /// Offers `device` to front-ends that connect to `listener`, one at a time: the next one waits until it has left. Log
-    /// messages call the disk `name`.
+    /// Offers `device` to front-ends that connect to `listener`, one at a time: the next one waits
+    /// until it has left. Log messages call the disk `name`.
     ///
     /// # Errors
     /// If the system refuses a descriptor, or cannot signal a front-end without waiting for it.
@@ -57,7 +57,8 @@ pub struct Server {
     running: Mutex<Vec<RunningService>>,
 }
 
-/// A service with its thread. Dropping it stops the service, and returns once its device is dropped.
+/// A service with its thread. Dropping it stops the service, and returns once its device is
+/// dropped.
 struct RunningService {
     name: String,
     stop: Stop,
@@ -113,8 +114,9 @@ impl Server {
         Ok(())
     }
 
-    /// Removes the service of this name: closes its listener, answers the requests in flight, and disconnects its front-end.
-    /// Returns once the server no longer uses the disk; `false`: there is no such service.
+    /// Removes the service of this name: closes its listener, answers the requests in flight, and
+    /// disconnects its front-end. Returns once the server no longer uses the disk; `false`: there
+    /// is no such service.
     pub fn remove(&self, name: &str) -> bool {
         let mut running = self.lock();
         let index = running.iter().position(|service| service.name == name);
@@ -123,7 +125,8 @@ impl Server {
         removed.is_some()
     }
 
-    /// Stops accepting front-ends, answers the requests in flight, and returns once every front-end is disconnected.
+    /// Stops accepting front-ends, answers the requests in flight, and returns once every front-end
+    /// is disconnected.
     pub fn stop(self) {
         drop(self);
     }

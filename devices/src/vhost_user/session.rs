@@ -16,13 +16,15 @@ use crate::block::VirtioBlock;
 use crate::status::{DRIVER_OK, DeviceStatus};
 use crate::virtio::{Features, QueueSetup, QueueStart, VirtioDevice};
 
-/// Feature bit 30, VHOST_USER_F_PROTOCOL_FEATURES: the front-end knows protocol features, and enables rings itself.
+/// Feature bit 30, VHOST_USER_F_PROTOCOL_FEATURES: the front-end knows protocol features, and
+/// enables rings itself.
 const PROTOCOL_FEATURES: u64 = 1 << 30;
 
 // Protocol features, by bit.
 const MQ: u64 = 1 << 0;
 const REPLY_ACK: u64 = 1 << 3;
-/// A channel on which the back-end reports a changed configuration. Without it user-mode Linux would get no interrupt.
+/// A channel on which the back-end reports a changed configuration. Without it user-mode Linux
+/// would get no interrupt.
 const BACKEND_REQ: u64 = 1 << 5;
 const CONFIG: u64 = 1 << 9;
 const INFLIGHT_SHMFD: u64 = 1 << 12;
@@ -64,8 +66,8 @@ mod request {
 const CONFIG_CHANGE: u32 = 2;
 /// Length of the header before a piece of the configuration space, in bytes.
 const CONFIG_HEADER: usize = 12;
-/// Where front-ends that use rust-vmm's crate, such as Cloud Hypervisor, expect the configuration space: at its offset on
-/// MMIO. A disk has no field at that offset.
+/// Where front-ends that use rust-vmm's crate, such as Cloud Hypervisor, expect the configuration
+/// space: at its offset on MMIO. A disk has no field at that offset.
 const MMIO_CONFIG: u32 = 0x100;
 /// The longest piece of the configuration space in one message (VHOST_USER_MAX_CONFIG_SIZE).
 const MAX_CONFIG: u32 = 256;
@@ -88,7 +90,8 @@ impl Reply {
     }
 }
 
-/// A front-end's connection. Dropping it drains its rings, and returns the device to its initial state.
+/// A front-end's connection. Dropping it drains its rings, and returns the device to its initial
+/// state.
 pub(super) struct FrontEndSession<'a> {
     device: &'a VirtioBlock,
     notifier: &'a Arc<EventNotifier>,
@@ -217,7 +220,8 @@ impl<'a> FrontEndSession<'a> {
         (0..self.rings.len() as u32).try_for_each(|index| self.start_if_ready(index))
     }
 
-    /// Takes over the disk's capacity. If it has changed, notifies a front-end that has negotiated that.
+    /// Takes over the disk's capacity. If it has changed, notifies a front-end that has negotiated
+    /// that.
     pub(super) fn capacity_changed(&mut self) {
         let wanted = self.protocol & CONFIG != 0 && self.protocol & BACKEND_REQ != 0;
         let changed = self.device.refresh_capacity();
@@ -288,7 +292,8 @@ impl FrontEndSession<'_> {
                 | request::SET_BACKEND_REQ_FD
                 | request::SET_INFLIGHT_FD
                 | request::ADD_MEM_REG
-                // Some front-ends send a descriptor with REM_MEM_REG by mistake. It is closed unused.
+                // Some front-ends send a descriptor with REM_MEM_REG by mistake. It is closed
+                // unused.
                 | request::REM_MEM_REG
         );
         if !message.files.is_empty() && !may_have_files {
@@ -409,7 +414,8 @@ impl FrontEndSession<'_> {
                 "{count} memory regions with {files} descriptors"
             )));
         }
-        // The message may be longer than the table: user-mode Linux always leaves room for two regions.
+        // The message may be longer than the table: user-mode Linux always leaves room for two
+        // regions.
         let regions: Vec<MemoryRegion> = (0..count)
             .map(|index| MemoryRegion::read(message, 8 + index * REGION_BYTES))
             .collect::<Outcome<_>>()?;

@@ -1,16 +1,18 @@
 //! A SIGBUS handler for mapped files that another process truncates.
 //!
-//! The length of a file is checked when it is mapped, but any process that shares the file can truncate it later. The next
-//! access then raises SIGBUS, which would end the process, and with it every other disk. So mappings are registered here,
-//! with the socket of the front-end that shares the file:
+//! The length of a file is checked when it is mapped, but any process that shares the file can
+//! truncate it later. The next access then raises SIGBUS, which would end the process, and with it
+//! every other disk. So mappings are registered here, with the socket of the front-end that shares
+//! the file:
 //!
 //! ```text
 //!   access beyond the file's end ─▶ SIGBUS ─▶ the mapping is noted as lost, and its front-end's socket is shut down
 //!                                        └──▶ the session's scrap file is mapped where the access was, which goes on
 //! ```
-//! The session's thread finds its socket closed, and ends the session. Until then all windows of a truncated mapping show the same
-//! scrap file, so a session takes [`WINDOW`] bytes of this process's memory at most, however much it has its disk read. A SIGBUS anywhere
-//! else goes to the handler that was there before.
+//! The session's thread finds its socket closed, and ends the session. Until then all windows of a
+//! truncated mapping show the same scrap file, so a session takes [`WINDOW`] bytes of this
+//! process's memory at most, however much it has its disk read. A SIGBUS anywhere else goes to the
+//! handler that was there before.
 
 use std::io;
 use std::mem::MaybeUninit;
@@ -23,7 +25,8 @@ use vm_memory::{GuestMemoryRegion, GuestRegionMmap, MmapRegion};
 
 /// The most registered mappings in this process.
 const MAX_MAPPINGS: usize = 4096;
-/// How much of a truncated mapping is replaced at once, in bytes, and the size of a session's scrap file.
+/// How much of a truncated mapping is replaced at once, in bytes, and the size of a session's scrap
+/// file.
 const WINDOW: usize = 2 << 20;
 
 /// An entry of the table of mappings. It is free while its length is 0.
@@ -146,7 +149,8 @@ impl<T: MappedRange> GuardedMapping<T> {
 
 impl<T: MappedRange> Drop for GuardedMapping<T> {
     fn drop(&mut self) {
-        // Frees the entry before the mapping goes, because another mapping may then get the same addresses.
+        // Frees the entry before the mapping goes, because another mapping may then get the same
+        // addresses.
         self.entry.len.store(0, Ordering::Release);
     }
 }
@@ -154,8 +158,9 @@ impl<T: MappedRange> Drop for GuardedMapping<T> {
 /// What SIGBUS did before the handler was installed.
 static BEFORE: OnceLock<libc::sigaction> = OnceLock::new();
 
-/// Has this process survive front-ends that truncate the memory that they share: installs a handler for SIGBUS, which loses only the session
-/// of such a front-end. Any other SIGBUS goes to the handler that was installed before. Without this call, a truncated memory ends the process.
+/// Has this process survive front-ends that truncate the memory that they share: installs a handler
+/// for SIGBUS, which loses only the session of such a front-end. Any other SIGBUS goes to the
+/// handler that was installed before. Without this call, a truncated memory ends the process.
 ///
 /// # Errors
 /// If the handler can't be installed.
@@ -215,8 +220,9 @@ extern "C" fn on_bus_error(signal: i32, info: *mut libc::siginfo_t, context: *mu
         let scrap = entry.scrap.load(Ordering::Relaxed);
         let anonymous = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE;
         // A part of a huge page can't be replaced alone, nor can a mapping be split for ever.
-        // SAFETY: as long as it is in the table, the range is a mapping of this process, and only the access that has
-        // faulted depends on what it maps. All access to it is volatile and accepts any bytes.
+        // SAFETY: as long as it is in the table, the range is a mapping of this process, and only
+        // the access that has faulted depends on what it maps. All access to it is volatile and
+        // accepts any bytes.
         let replaced = unsafe {
             map_over(first, window, libc::MAP_SHARED, scrap) || map_over(start, len, anonymous, -1)
         };

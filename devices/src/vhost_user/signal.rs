@@ -1,16 +1,19 @@
 //! Signals to a front-end, sent without ever waiting for it.
 //!
-//! A front-end shares the open file description of every descriptor that it passes. It can clear O_NONBLOCK and fill a
-//! counter or a pipe at any moment, so a check for room guarantees nothing about the write that follows. A thread that
-//! serves a ring also serves rings of other front-ends, so it never writes to such a descriptor:
+//! A front-end shares the open file description of every descriptor that it passes. It can clear
+//! O_NONBLOCK and fill a counter or a pipe at any moment, so a check for room guarantees nothing
+//! about the write that follows. A thread that serves a ring also serves rings of other front-ends,
+//! so it never writes to such a descriptor:
 //!
 //! ```text
 //!   event descriptor: io_submit of a read that ends at once; the kernel then signals the descriptor (IOCB_FLAG_RESFD)
 //!   Unix socket:      a send that does not wait (MSG_DONTWAIT), whatever O_NONBLOCK says
 //! ```
-//! The kernel adds 1 to an event descriptor under a spin lock, and leaves a full counter alone. So does a Unix socket queue bytes. For a
-//! pipe, and for sockets of other families, the kernel holds a mutex while it copies to the reader's memory, and the reader can
-//! make that take long: those are refused. User-mode Linux passes one end of a Unix socket pair; all other front-ends pass event descriptors.
+//! The kernel adds 1 to an event descriptor under a spin lock, and leaves a full counter alone. So
+//! does a Unix socket queue bytes. For a pipe, and for sockets of other families, the kernel holds
+//! a mutex while it copies to the reader's memory, and the reader can make that take long: those
+//! are refused. User-mode Linux passes one end of a Unix socket pair; all other front-ends pass
+//! event descriptors.
 
 use std::fs::{self, File};
 use std::io;
@@ -24,8 +27,8 @@ use super::outcome::{Outcome, refuse};
 /// The most completions of signals that the kernel keeps for [`EventNotifier::reap`].
 const MAX_COMPLETIONS: usize = 64;
 
-/// The kernel's name for an open file. Unlike a stat, it needs no answer from a file system, which the front-end may
-/// control.
+/// The kernel's name for an open file. Unlike a stat, it needs no answer from a file system, which
+/// the front-end may control.
 fn file_kind(file: &File) -> Outcome<String> {
     let link = fs::read_link(format!("/proc/self/fd/{}", file.as_raw_fd()));
     let link =
@@ -78,14 +81,15 @@ impl EventNotifier {
         block.aio_resfd = event.as_raw_fd() as u32;
         let mut list = [&raw mut block];
         loop {
-            // SAFETY: the list has one pointer, to a block that names no memory, as it reads 0 bytes. The kernel reads both
-            // during the call.
+            // SAFETY: the list has one pointer, to a block that names no memory, as it reads 0
+            // bytes. The kernel reads both during the call.
             let submitted =
                 unsafe { libc::syscall(libc::SYS_io_submit, self.context, 1, list.as_mut_ptr()) };
             if submitted == 1 {
                 return true;
             }
-            // EAGAIN: the context is full of completions of earlier signals. Take them out and retry.
+            // EAGAIN: the context is full of completions of earlier signals. Take them out and
+            // retry.
             let full = io::Error::last_os_error().raw_os_error() == Some(libc::EAGAIN);
             if !full || !self.reap() {
                 return false;
@@ -100,7 +104,8 @@ impl EventNotifier {
             tv_sec: 0,
             tv_nsec: 0,
         };
-        // SAFETY: a completion (struct io_event) is four numbers of 64 bits, and there is room for MAX_COMPLETIONS of them.
+        // SAFETY: a completion (struct io_event) is four numbers of 64 bits, and there is room for
+        // MAX_COMPLETIONS of them.
         let taken = unsafe {
             libc::syscall(
                 libc::SYS_io_getevents,
@@ -150,7 +155,8 @@ impl Signal {
         )))
     }
 
-    /// Signals the front-end; returns whether that succeeded. A socket that is full has signals that are not read yet.
+    /// Signals the front-end; returns whether that succeeded. A socket that is full has signals
+    /// that are not read yet.
     pub(super) fn ring(&self, notifier: &EventNotifier) -> bool {
         match self {
             Self::Event(event) => notifier.ring(event),

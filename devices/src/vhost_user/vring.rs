@@ -51,7 +51,8 @@ impl Vring {
         }
     }
 
-    /// Drains the ring for the owner: chains already taken are completed, the others stay available.
+    /// Drains the ring for the owner: chains already taken are completed, the others stay
+    /// available.
     pub(super) fn pause(&mut self) {
         if let Some(drained) = self.worker.take().map(QueueHandle::stop) {
             self.next_available = drained.next_avail.unwrap_or(self.next_available);
@@ -82,7 +83,8 @@ impl VringSignals {
         Ok(())
     }
 
-    /// Signals used chains, in case some were used while there was no call descriptor, or by the previous back-end.
+    /// Signals used chains, in case some were used while there was no call descriptor, or by the
+    /// previous back-end.
     pub(super) fn signal_used(&self) {
         self.ring(&self.call);
     }
@@ -126,9 +128,9 @@ fn lock(signal: &Mutex<Option<Signal>>) -> MutexGuard<'_, Option<Signal>> {
     signal.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// Turns a descriptor into a doorbell that a worker can wait on. Only event descriptors will do: a closed pipe, for
-/// example, would wake the worker forever, and a file on a file system of the front-end could block any thread that uses
-/// it.
+/// Turns a descriptor into a doorbell that a worker can wait on. Only event descriptors will do: a
+/// closed pipe, for example, would wake the worker forever, and a file on a file system of the
+/// front-end could block any thread that uses it.
 pub(super) fn doorbell(file: File) -> Outcome<EventFd> {
     if !is_event(&file)? {
         return Err(refuse("a kick descriptor is not an event descriptor"));

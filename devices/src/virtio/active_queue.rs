@@ -8,9 +8,9 @@ use super::driver_port::DriverPort;
 use super::tracker::UsedElement;
 use super::virtqueue::{QueueError, Virtqueue};
 
-/// See the module's documentation. In each turn a worker [begins](Self::begin_taking) to take chains,
-/// [ends](Self::end_taking) that, and [publishes](Self::publish) what it has used. If the ring is empty then, it
-/// [waits](Self::wait) for the driver.
+/// See the module's documentation. In each turn a worker [begins](Self::begin_taking) to take
+/// chains, [ends](Self::end_taking) that, and [publishes](Self::publish) what it has used. If the
+/// ring is empty then, it [waits](Self::wait) for the driver.
 pub(crate) struct ActiveQueue {
     pub(crate) driver: DriverPort,
     pub(crate) ring: Virtqueue,
@@ -41,7 +41,8 @@ impl ActiveQueue {
     /// `emptied`: the ring has no more chains.
     ///
     /// # Errors
-    /// If it has reported one that can't be read. Without this check the worker would try again forever.
+    /// If it has reported one that can't be read. Without this check the worker would try again
+    /// forever.
     pub(crate) fn end_taking(&mut self, emptied: bool) -> Result<(), QueueError> {
         self.emptied = emptied;
         match self.seen_available.take() {
@@ -57,7 +58,8 @@ impl ActiveQueue {
         self.emptied
     }
 
-    /// Publishes used chains, and interrupts the driver if it wants that, unless the worker is `stopping`.
+    /// Publishes used chains, and interrupts the driver if it wants that, unless the worker is
+    /// `stopping`.
     ///
     /// # Errors
     /// If the rings can't be accessed.

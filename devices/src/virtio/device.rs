@@ -38,7 +38,8 @@ pub struct QueueStart {
     pub(crate) tracker: Option<Tracker>,
 }
 
-/// A device as a transport calls it. Only the devices of this crate are: the trait has no name outside.
+/// A device as a transport calls it. Only the devices of this crate are: the trait has no name
+/// outside.
 pub trait VirtioDevice: Send {
     /// The device's type.
     const TYPE: DeviceType;
@@ -95,7 +96,8 @@ pub trait VirtioDevice: Send {
     }
 }
 
-/// Copies the part of a configuration space that a driver reads at `offset`; zero bytes beyond its end.
+/// Copies the part of a configuration space that a driver reads at `offset`; zero bytes beyond its
+/// end.
 pub(crate) fn read_space(space: &[u8], offset: u64, data: &mut [u8]) {
     let from = usize::try_from(offset).unwrap_or(usize::MAX);
     for (index, byte) in data.iter_mut().enumerate() {

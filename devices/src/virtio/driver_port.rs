@@ -1,4 +1,5 @@
-//! The driver's side of a queue that is being served: its doorbell, its interrupt, and how it ended.
+//! The driver's side of a queue that is being served: its doorbell, its interrupt, and how it
+//! ended.
 
 use std::fmt;
 use std::io::{self, IoSliceMut};
@@ -71,8 +72,8 @@ impl DriverPort {
 
     /// Watches the doorbell, for the event `event`.
     pub(crate) fn watch(&self, turn: &mut Turn<'_>, event: usize) -> io::Result<()> {
-        // Edge-triggered: every ring of the doorbell is reported once, even if another owner of the descriptor clears its
-        // counter first.
+        // Edge-triggered: every ring of the doorbell is reported once, even if another owner of the
+        // descriptor clears its counter first.
         let edges = EventSet::IN | EventSet::EDGE_TRIGGERED;
         turn.watch(descriptor(&self.doorbell), event, edges)
     }
@@ -103,7 +104,8 @@ impl DriverPort {
     }
 }
 
-/// Gives up a broken queue: DEVICE_NEEDS_RESET and a configuration change interrupt (virtio 1.2, 2.1.2).
+/// Gives up a broken queue: DEVICE_NEEDS_RESET and a configuration change interrupt (virtio 1.2,
+/// 2.1.2).
 pub(crate) fn give_up(
     status: &DeviceStatus,
     device: &'static str,
@@ -116,8 +118,8 @@ pub(crate) fn give_up(
     status.set_needs_reset();
 }
 
-/// Reads and clears the counter of an eventfd. Never waits, although another owner of the descriptor may have read the
-/// counter first, or have made the descriptor blocking.
+/// Reads and clears the counter of an eventfd. Never waits, although another owner of the
+/// descriptor may have read the counter first, or have made the descriptor blocking.
 fn read_counter(doorbell: BorrowedFd<'_>) -> u64 {
     let mut count = [0; 8];
     let mut buffer = [IoSliceMut::new(&mut count)];

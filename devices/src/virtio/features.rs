@@ -10,9 +10,9 @@ pub struct Features(pub(crate) u64);
 impl Features {
     /// What every device offers.
     ///
-    /// Never offered: ACCESS_PLATFORM and ORDER_PLATFORM, because a device accesses memory as the guest's processor does;
-    /// RING_PACKED, because no maintained crate implements it; NOTIFICATION_DATA, because the worker reads the ring's index
-    /// anyway.
+    /// Never offered: ACCESS_PLATFORM and ORDER_PLATFORM, because a device accesses memory as the
+    /// guest's processor does; RING_PACKED, because no maintained crate implements it;
+    /// NOTIFICATION_DATA, because the worker reads the ring's index anyway.
     pub(crate) fn of_every_device() -> Self {
         let mut set = Self(0);
         for bit in [

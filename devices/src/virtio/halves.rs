@@ -1,5 +1,5 @@
-//! The two halves of a descriptor chain, as streams of bytes: what the device may read, then what it may write (virtio
-//! 1.2, 2.7.4.2). Descriptor boundaries have no meaning.
+//! The two halves of a descriptor chain, as streams of bytes: what the device may read, then what
+//! it may write (virtio 1.2, 2.7.4.2). Descriptor boundaries have no meaning.
 
 use vm_memory::{Bytes, GuestAddress, GuestMemory};
 
@@ -15,15 +15,16 @@ pub(crate) struct GuestRange {
 /// Guest memory that a request names does not exist.
 pub(crate) struct MemoryFault;
 
-/// Splits a chain into its device-readable half and its device-writable half (2.7.4.2: in this order).
+/// Splits a chain into its device-readable half and its device-writable half (2.7.4.2: in this
+/// order).
 pub(crate) fn split_chain<G: GuestMemory>(
     chain: Chain<'_, G>,
     max_descriptors: usize,
 ) -> Result<(ReadableBytes, Vec<GuestRange>), &'static str> {
     let mut readable = Vec::new();
     let mut writable = Vec::new();
-    // The iterator stops after as many steps as the table has entries, and at a nested indirect table. After such an early
-    // stop the last descriptor still names a next one.
+    // The iterator stops after as many steps as the table has entries, and at a nested indirect
+    // table. After such an early stop the last descriptor still names a next one.
     let mut complete = false;
     for (count, descriptor) in chain.enumerate() {
         if count == max_descriptors {
@@ -96,7 +97,8 @@ impl ReadableBytes {
     }
 }
 
-/// Writes `bytes` to the front of a device-writable half. Returns how many were written: fewer if the half is shorter.
+/// Writes `bytes` to the front of a device-writable half. Returns how many were written: fewer if
+/// the half is shorter.
 pub(crate) fn write_to_driver<G: GuestMemory>(
     memory: &G,
     writable: &[GuestRange],

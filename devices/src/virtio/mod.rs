@@ -1,5 +1,5 @@
-//! What the virtio devices have in common: features, queues and their threads, and what a transport asks of them
-//! (virtio 1.2, 2).
+//! What the virtio devices have in common: features, queues and their threads, and what a transport
+//! asks of them (virtio 1.2, 2).
 //!
 //! ```text
 //!   transport ─▶ VirtioDevice ── start_queue ─▶ QueueHandle      the owner's side

@@ -6,17 +6,18 @@ use std::sync::{Arc, mpsc};
 use super::driver_port::QueueOutcome;
 use crate::reactor::{DedicatedThread, ReactorPool, Source, SourceHandle};
 
-/// Runs jobs in a thread of its own. What threads inherit, such as a system call filter, queue workers then inherit from
-/// that thread and not from a vCPU.
+/// Runs jobs in a thread of its own. What threads inherit, such as a system call filter, queue
+/// workers then inherit from that thread and not from a vCPU.
 pub trait Starter: Send + Sync {
-    /// Runs `job` once and soon. It must not wait for anything that the caller holds, such as a lock. A starter that
-    /// cannot run `job` drops it.
+    /// Runs `job` once and soon. It must not wait for anything that the caller holds, such as a
+    /// lock. A starter that cannot run `job` drops it.
     fn run(&self, job: Box<dyn FnOnce() + Send>);
 }
 
-/// Threads that serve the queues of any number of devices. The pool starts them as queues start, up to one per two
-/// processors, and each ends with its last queue. A queue whose worker is pinned, polls, or blocks on reads of its disk
-/// has a thread of its own. Network devices have a thread beside those of the disks.
+/// Threads that serve the queues of any number of devices. The pool starts them as queues start, up
+/// to one per two processors, and each ends with its last queue. A queue whose worker is pinned,
+/// polls, or blocks on reads of its disk has a thread of its own. Network devices have a thread
+/// beside those of the disks.
 pub struct WorkerPool {
     starter: Option<Arc<dyn Starter>>,
     disks: ReactorPool,
@@ -41,8 +42,8 @@ impl Default for WorkerPool {
 }
 
 impl WorkerPool {
-    /// A pool that starts threads and opens queues in `starter`'s thread. A pool made by [`default`](Self::default) does
-    /// both in the thread that sets DRIVER_OK or enables the queue.
+    /// A pool that starts threads and opens queues in `starter`'s thread. A pool made by
+    /// [`default`](Self::default) does both in the thread that sets DRIVER_OK or enables the queue.
     pub fn with_starter(starter: Arc<dyn Starter>) -> Self {
         Self {
             starter: Some(starter),
@@ -50,7 +51,8 @@ impl WorkerPool {
         }
     }
 
-    /// Runs `work`, which opens queues, and waits for its result. It runs in the starter's thread if there is one.
+    /// Runs `work`, which opens queues, and waits for its result. It runs in the starter's thread
+    /// if there is one.
     pub(crate) fn run_in_starter<T: Send + 'static>(
         &self,
         work: impl FnOnce() -> io::Result<T> + Send + 'static,
@@ -65,8 +67,8 @@ impl WorkerPool {
     }
 }
 
-/// The owner's handle of a running queue. Dropping it drains the queue: requests in flight complete and are answered
-/// without an interrupt, and chains in the ring stay there.
+/// The owner's handle of a running queue. Dropping it drains the queue: requests in flight complete
+/// and are answered without an interrupt, and chains in the ring stay there.
 pub struct QueueHandle {
     /// `None`: the driver's rings are broken, and the queue never ran.
     queue: Option<(SourceHandle, Arc<QueueOutcome>)>,
@@ -117,7 +119,8 @@ impl QueueHandle {
     /// Drains the queue. Chains already taken are completed, unless the queue breaks.
     pub(crate) fn stop(mut self) -> DrainResult {
         let next_avail = self.drain();
-        // Checked only now, because draining may have met an error. Taking the queue keeps `drop` from draining it again.
+        // Checked only now, because draining may have met an error. Taking the queue keeps `drop`
+        // from draining it again.
         let queue = self.queue.take();
         let broken = queue.is_none_or(|(_, outcome)| outcome.is_broken());
         DrainResult { next_avail, broken }

@@ -1,13 +1,14 @@
-//! Records which chains of a queue are in flight, in memory that outlives the process (the vhost-user protocol's
-//! "Inflight I/O tracking", split virtqueues).
+//! Records which chains of a queue are in flight, in memory that outlives the process (the
+//! vhost-user protocol's "Inflight I/O tracking", split virtqueues).
 //!
 //! ```text
 //!   0 features u64 │ 8 version u16 │ 10 descriptors u16 │ 12 head of the last batch u16 │ 14 used index u16
 //!  16 for each descriptor: in flight u8 │ 5 unused │ 6 next of the batch u16 │ 8 counter u64
 //! ```
-//! The process may be killed between any two stores, and the stores before the kill stay: so only their order matters.
-//! The worker marks a chain before it works on it. It then links a batch, publishes the used index, clears the marks, and
-//! records the index. If the recorded index differs from the published one, the last batch may still have marks.
+//! The process may be killed between any two stores, and the stores before the kill stay: so only
+//! their order matters. The worker marks a chain before it works on it. It then links a batch,
+//! publishes the used index, clears the marks, and records the index. If the recorded index differs
+//! from the published one, the last batch may still have marks.
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -43,7 +44,8 @@ impl Tracker {
         (HEADER + entries as usize * ENTRY).next_multiple_of(ALIGNMENT)
     }
 
-    /// The record of queue `index` in an area for queues of `entries` descriptors each. `None` if `area` is too small.
+    /// The record of queue `index` in an area for queues of `entries` descriptors each. `None` if
+    /// `area` is too small.
     pub(crate) fn new(area: Arc<MmapRegion>, index: u16, entries: u16) -> Option<Self> {
         let at = usize::from(index) * Self::bytes(entries);
         (at + Self::bytes(entries) <= area.size()).then_some(Self {
@@ -54,8 +56,8 @@ impl Tracker {
         })
     }
 
-    /// Continues the record of a queue whose used index is `used`. Returns the heads of the chains in flight, in the order
-    /// in which they were taken; `None` if the record is new.
+    /// Continues the record of a queue whose used index is `used`. Returns the heads of the chains
+    /// in flight, in the order in which they were taken; `None` if the record is new.
     pub(crate) fn resume(&mut self, used: u16) -> Option<Vec<u16>> {
         let fresh = self.load::<u16>(VERSION_AT) == 0;
         if fresh {

@@ -7,9 +7,9 @@
 //!                                                              interrupt or not
 //! ```
 //!
-//! `virtio-queue` walks the rings and checks the driver's addresses and indices. The used ring is handled here, because
-//! that crate's `add_used` stores the index after every element, and its `needs_notification` ignores
-//! VRING_AVAIL_F_NO_INTERRUPT.
+//! `virtio-queue` walks the rings and checks the driver's addresses and indices. The used ring is
+//! handled here, because that crate's `add_used` stores the index after every element, and its
+//! `needs_notification` ignores VRING_AVAIL_F_NO_INTERRUPT.
 
 use std::collections::VecDeque;
 use std::num::Wrapping;
@@ -38,8 +38,8 @@ pub struct QueueSetup {
     pub(crate) driver: u64,
     /// Guest physical address of the device area (used ring).
     pub(crate) device: u64,
-    /// `None`: a new ring, from which no chain was taken yet. Otherwise the ring was in use before; this is the index of
-    /// its next available chain, and the used index is in the used ring.
+    /// `None`: a new ring, from which no chain was taken yet. Otherwise the ring was in use before;
+    /// this is the index of its next available chain, and the used index is in the used ring.
     pub(crate) resume_at: Option<u16>,
 }
 
@@ -123,8 +123,9 @@ impl<'a, G: GuestMemory> Iterator for AvailableChains<'a, G> {
     }
 }
 
-/// Iterates over the descriptors of a chain from its head (virtio 1.2, 2.7.5). `virtio-queue` can walk only chains of
-/// the available ring, but a chain that was in flight when a back-end died is no longer there, and only its head is known.
+/// Iterates over the descriptors of a chain from its head (virtio 1.2, 2.7.5). `virtio-queue` can
+/// walk only chains of the available ring, but a chain that was in flight when a back-end died is
+/// no longer there, and only its head is known.
 ///
 /// The iterator ends early at an unreadable descriptor, a nested indirect table or a loop.
 pub(crate) struct Chain<'a, G> {
@@ -230,7 +231,8 @@ impl Virtqueue {
             let used = u16::from_le(memory.load(index, Ordering::Acquire)?);
             queue.set_next_used(used);
             if let Some(heads) = tracker.as_mut().and_then(|tracker| tracker.resume(used)) {
-                // A front-end whose back-end died resumes at the used index, so the chains in flight are added here.
+                // A front-end whose back-end died resumes at the used index, so the chains in
+                // flight are added here.
                 queue.set_next_avail(used.wrapping_add(heads.len() as u16));
                 resumed = heads.into();
             }
@@ -247,7 +249,8 @@ impl Virtqueue {
         self.queue.size()
     }
 
-    /// The chains that are available now. An available index that is ahead by more than the queue size is an error.
+    /// The chains that are available now. An available index that is ahead by more than the queue
+    /// size is an error.
     pub(crate) fn available<'a, G: GuestMemory>(
         &'a mut self,
         memory: &'a G,
@@ -280,8 +283,8 @@ impl Virtqueue {
         Ok(index.0 != self.queue.next_avail())
     }
 
-    /// Asks the driver not to ring the doorbell. Does nothing with EVENT_IDX, where the driver rings only once per
-    /// `avail_event`.
+    /// Asks the driver not to ring the doorbell. Does nothing with EVENT_IDX, where the driver
+    /// rings only once per `avail_event`.
     pub(crate) fn disable_doorbell<G: GuestMemory>(
         &mut self,
         memory: &G,
@@ -301,8 +304,8 @@ impl Virtqueue {
             .map_err(QueueError::AvailableChains)
     }
 
-    /// Puts `batch` into the used ring, publishes it with one store of the index, and says whether the
-    /// driver wants an interrupt for it (virtio 1.2, 2.7.7.2 and 2.7.10).
+    /// Puts `batch` into the used ring, publishes it with one store of the index, and says whether
+    /// the driver wants an interrupt for it (virtio 1.2, 2.7.7.2 and 2.7.10).
     pub(crate) fn publish<G: GuestMemory>(
         &mut self,
         memory: &G,
@@ -327,15 +330,16 @@ impl Virtqueue {
         if let Some(tracker) = &mut self.tracker {
             tracker.link(batch);
         }
-        // Release: a driver that sees the index also sees the elements, and the data and status bytes before them.
+        // Release: a driver that sees the index also sees the elements, and the data and status
+        // bytes before them.
         memory.store(index.0.to_le(), GuestAddress(ring + 2), Ordering::Release)?;
         self.queue.set_next_used(index.0);
         if let Some(tracker) = &mut self.tracker {
             tracker.clear(batch, index.0);
         }
 
-        // The index must be visible before the driver's notification setting is read; the driver accesses the two in the
-        // opposite order.
+        // The index must be visible before the driver's notification setting is read; the driver
+        // accesses the two in the opposite order.
         fence(Ordering::SeqCst);
         let available = self.queue.avail_ring();
         if self.queue.event_idx_enabled() {
@@ -349,19 +353,19 @@ impl Virtqueue {
     }
 }
 
-/// Whether an index that moved from `old` to `new` has passed `event`, all modulo 2^16 (virtio 1.2, 2.7.10.1: the entry
-/// at index `event` triggers the event).
+/// Whether an index that moved from `old` to `new` has passed `event`, all modulo 2^16 (virtio 1.2,
+/// 2.7.10.1: the entry at index `event` triggers the event).
 fn wants_event(event: Wrapping<u16>, new: Wrapping<u16>, old: Wrapping<u16>) -> bool {
     new - event - Wrapping(1) < new - old
 }
 
-/// The chains to publish next: all answered ones, or with IN_ORDER only those whose predecessors are all answered
-/// (virtio 1.2, 6: "a device MUST use buffers in the same order in which they have been available"). Kept between batches
-/// for its allocation.
+/// The chains to publish next: all answered ones, or with IN_ORDER only those whose predecessors
+/// are all answered (virtio 1.2, 6: "a device MUST use buffers in the same order in which they have
+/// been available"). Kept between batches for its allocation.
 pub(crate) struct UsedBatch {
     used: Vec<UsedElement>,
-    /// The chains in the order in which they were taken, each with its answer once there is one. `None`: any order will
-    /// do.
+    /// The chains in the order in which they were taken, each with its answer once there is one.
+    /// `None`: any order will do.
     order: Option<VecDeque<(u16, Option<UsedElement>)>>,
 }
 
@@ -373,8 +377,8 @@ impl UsedBatch {
         }
     }
 
-    /// Whether no more chains may be taken: as many as the queue has descriptors are taken and not published yet, which is
-    /// all that a driver may have in flight.
+    /// Whether no more chains may be taken: as many as the queue has descriptors are taken and not
+    /// published yet, which is all that a driver may have in flight.
     pub(crate) fn is_full(&self, size: u16) -> bool {
         self.order
             .as_ref()
@@ -388,7 +392,8 @@ impl UsedBatch {
         }
     }
 
-    /// Adds an answered chain. If a driver makes one head available twice, its answers are in the order of completion.
+    /// Adds an answered chain. If a driver makes one head available twice, its answers are in the
+    /// order of completion.
     pub(crate) fn push(&mut self, used: UsedElement) {
         let Some(order) = &mut self.order else {
             self.used.push(used);

@@ -58,7 +58,8 @@ fn a_length_of_zero_is_256_blocks_in_six_bytes_and_none_in_more() {
     }
 }
 
-/// A write with FUA is durable, as is every write before a SYNCHRONIZE CACHE; a power loss drops the others.
+/// A write with FUA is durable, as is every write before a SYNCHRONIZE CACHE; a power loss drops
+/// the others.
 #[test]
 fn what_is_forced_to_the_medium_survives_power_loss() {
     use std::sync::Arc;
@@ -168,7 +169,8 @@ fn write_and_verify_writes() {
     }
 }
 
-/// Too short a Data-In Buffer gets as much as fits. With too short a Data-Out Buffer nothing is written.
+/// Too short a Data-In Buffer gets as much as fits. With too short a Data-Out Buffer nothing is
+/// written.
 #[test]
 fn lengths_that_do_not_agree() {
     for mut bench in benches() {

@@ -1,5 +1,5 @@
-//! The SCSI block device server from the initiator's side: CDBs and data buffers, over a RAM disk, a raw image and a disk
-//! with a write-ahead log.
+//! The SCSI block device server from the initiator's side: CDBs and data buffers, over a RAM disk,
+//! a raw image and a disk with a write-ahead log.
 
 mod driver;
 

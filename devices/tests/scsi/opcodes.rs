@@ -86,7 +86,8 @@ fn opcodes_that_are_not_listed_are_not_there() {
             (INVALID_OPCODE, Some((0, None)))
         );
     }
-    // RESERVE, RELEASE, PERSISTENT RESERVE IN and OUT are among the unknown ones: the transport handles them.
+    // RESERVE, RELEASE, PERSISTENT RESERVE IN and OUT are among the unknown ones: the transport
+    // handles them.
     for opcode in [0x16, 0x17, 0x5e, 0x5f] {
         assert!(!known.contains(&opcode));
     }

@@ -47,8 +47,8 @@ impl<'a> SlowTask<'a> {
     }
 }
 
-/// Of two COMPARE AND WRITE of one block with the same expectation, one fails. A plain write waits while one of them is
-/// between its read and its write.
+/// Of two COMPARE AND WRITE of one block with the same expectation, one fails. A plain write waits
+/// while one of them is between its read and its write.
 #[test]
 fn compare_and_write_is_one_action() {
     let mut bench = Bench::ram(1 << 20, 512);
@@ -126,7 +126,8 @@ fn a_write_in_flight_holds_up_a_compare_and_write() {
     assert_eq!(bench.read(7, 1), [2; 512]);
 }
 
-/// A read sees all of an atomic write or nothing of it: neither starts while the other is in flight.
+/// A read sees all of an atomic write or nothing of it: neither starts while the other is in
+/// flight.
 #[test]
 fn reads_and_atomic_writes_take_turns() {
     let mut bench = Bench::wal(1 << 20, 512);

@@ -119,7 +119,8 @@ fn one_block_is_written_again_and_again() {
         assert_eq!(after[..2 * size], before[..2 * size]);
         assert_eq!(after[2 * size..5 * size], block.repeat(3));
         assert_eq!(after[5 * size..], before[5 * size..]);
-        // Longer than one write of a WRITE SAME, and with UNMAP, which does not change the data read.
+        // Longer than one write of a WRITE SAME, and with UNMAP, which does not change the data
+        // read.
         let blocks = (3 << 20) / size as u32 + 5;
         bench.send(&cdb16(0x93, 8, 7, blocks), &block);
         assert_eq!(bench.read(7, 9), block.repeat(9));

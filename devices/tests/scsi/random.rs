@@ -74,7 +74,8 @@ fn step(bench: &mut Bench, model: &mut Model, command: &Command) {
         (1, Some(twelve)) => cdb12(twelve, flags, lba as u32, count).to_vec(),
         _ => cdb16(sixteen, flags, lba, count).to_vec(),
     };
-    // The result in the model: the data read, or a failure and the offset of the first difference if any.
+    // The result in the model: the data read, or a failure and the offset of the first difference
+    // if any.
     let differs = |is: &[u8], should: &[u8]| is.iter().zip(should).position(|(a, b)| a != b);
     let (cdb, send, expected): (_, _, Result<Vec<u8>, Option<usize>>) = match kind {
         0..3 => {

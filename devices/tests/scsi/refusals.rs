@@ -1,4 +1,5 @@
-//! Errors that every command checks for: addresses, write protection, a unit that is not ready, truncated CDBs.
+//! Errors that every command checks for: addresses, write protection, a unit that is not ready,
+//! truncated CDBs.
 
 use std::sync::Arc;
 
@@ -164,7 +165,8 @@ fn a_change_of_capacity_is_told_once() {
     bench.good(&[0x00, 0, 0, 0, 0, 0]);
 }
 
-/// For every truncated CDB the server reports the first missing field, and reads nothing beyond the CDB.
+/// For every truncated CDB the server reports the first missing field, and reads nothing beyond the
+/// CDB.
 #[test]
 fn cdbs_that_are_cut_off() {
     let mut bench = Bench::ram(1 << 20, 512);

@@ -84,8 +84,8 @@ fn the_interrupt_flag_holds_interrupts_back(kind: Kind) {
     assert_eq!(driver.registers.take_queue_interrupts(0), 8);
 }
 
-/// The driver sleeps until it is interrupted, so a missing interrupt would make it sleep forever. More than 2^16 used
-/// elements, so that the indices wrap.
+/// The driver sleeps until it is interrupted, so a missing interrupt would make it sleep forever.
+/// More than 2^16 used elements, so that the indices wrap.
 fn an_interrupt_is_never_missing(kind: Kind) {
     let mut driver = Driver::start(kind, RamDisk::new(64), config(1), EVERYTHING);
     let posted: Vec<PostedRequest> = (0..16)

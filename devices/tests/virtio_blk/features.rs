@@ -1,4 +1,5 @@
-//! Features that follow from the backend and the configuration, and their effects (virtio 1.2, 5.2.3 to 5.2.6, 6).
+//! Features that follow from the backend and the configuration, and their effects (virtio 1.2,
+//! 5.2.3 to 5.2.6, 6).
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -173,7 +174,8 @@ fn a_secure_erase_overwrites_and_is_flushed(kind: Kind) {
         assert_eq!(answer.status, expected, "{len} bytes of segments");
     }
     assert_eq!(driver.counts().secure_erases, 10);
-    // A volatile cache frees old contents without erasing them, so such a disk does not offer the feature.
+    // A volatile cache frees old contents without erasing them, so such a disk does not offer the
+    // feature.
     let volatile = RamDisk::with_power_loss(64, true);
     let mut driver = Driver::attach(kind, volatile, config(1));
     let offered = driver.registers.device_features();
@@ -204,7 +206,8 @@ fn a_log_offers_no_secure_erase_and_no_lifetime(kind: Kind) {
     store.close().expect("closed");
 }
 
-/// A device that offers IN_ORDER, with a FLUSH in flight and three reads and one unknown request behind it.
+/// A device that offers IN_ORDER, with a FLUSH in flight and three reads and one unknown request
+/// behind it.
 fn behind_a_flush(kind: Kind, wanted: u64) -> (Driver, Gate, Vec<u16>) {
     let gate = Gate::new(RamDisk::new(64));
     gate.hold_flushes();
@@ -254,7 +257,8 @@ fn in_order_the_chains_that_wait_are_bounded(kind: Kind) {
     let size = driver.rings[0].size;
     let read = driver.post(0, VIRTIO_BLK_T_IN, 0, &[], 512);
     driver.kick(0);
-    // The driver offers one chain more often than there are descriptors, while the first chain is still in flight.
+    // The driver offers one chain more often than there are descriptors, while the first chain is
+    // still in flight.
     for _ in 0..20 {
         for _ in 0..size / 2 {
             driver.rings[0].offer(read.head);
@@ -330,7 +334,8 @@ fn a_polled_ring_needs_no_doorbell(kind: Kind) {
             let post = driver.post(0, VIRTIO_BLK_T_OUT, rounds % 64, &[rounds as u8; 512], 0);
             let began = Instant::now();
             let rung = driver.kick(0);
-            // The worker has polled the ring since it answered the previous request, and still does.
+            // The worker has polled the ring since it answered the previous request, and still
+            // does.
             if before.is_some_and(|before| before.elapsed() < poll) {
                 assert!(!rung, "a doorbell for request {rounds}");
                 at_once += 1;
@@ -359,7 +364,8 @@ fn a_polled_ring_needs_no_doorbell(kind: Kind) {
     assert_eq!(driver.counts().poll_ns, 0);
 }
 
-/// Measures what polling saves and costs, for a driver that waits 100 us after each request: for README.md.
+/// Measures what polling saves and costs, for a driver that waits 100 us after each request: for
+/// README.md.
 #[test]
 fn the_price_of_polling_is_counted() {
     for poll in [0, 20, 200, 1000].map(Duration::from_micros) {

@@ -1,5 +1,5 @@
-//! A RAM disk behind a gate: requests run, but they end only while the gate is open. So a test decides which requests
-//! are in flight, and it can change the capacity.
+//! A RAM disk behind a gate: requests run, but they end only while the gate is open. So a test
+//! decides which requests are in flight, and it can change the capacity.
 
 use std::collections::HashSet;
 use std::io;

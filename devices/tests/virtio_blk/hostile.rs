@@ -14,7 +14,8 @@ on_every_transport!(
     broken_indices_need_a_reset,
     requests_in_flight_end_when_their_queue_breaks,
     a_queue_that_breaks_while_a_pause_drains_it_stays_broken,
-    // With vhost-user, a front-end with such addresses is disconnected, and each ring has an error signal of its own.
+    // With vhost-user, a front-end with such addresses is disconnected, and each ring has an error
+    // signal of its own.
     ; the_other_queues_go_on,
     a_queue_that_broke_stays_so_over_a_pause,
 );
@@ -154,7 +155,8 @@ fn a_queue_that_breaks_while_a_pause_drains_it_stays_broken(kind: Kind) {
     let gate = Gate::new(RamDisk::new(64));
     gate.open();
     let mut driver = Driver::start(kind, gate.clone(), config(1), EVERYTHING);
-    // The worker stands in the submission of a valid chain, and has not seen the invalid one behind it.
+    // The worker stands in the submission of a valid chain, and has not seen the invalid one behind
+    // it.
     let release = gate.hold_up();
     driver.post(0, VIRTIO_BLK_T_FLUSH, 0, &[], 0);
     driver.rings[0].offer(u16::MAX);

@@ -56,7 +56,8 @@ fn a_reset_waits_for_what_is_in_flight(kind: Kind) {
     assert_eq!(driver.read(1, 7, 512), pattern(7, 512));
 }
 
-/// Resets a device with 16 writes in flight, which end after `time`. `None` if the reset came too late.
+/// Resets a device with 16 writes in flight, which end after `time`. `None` if the reset came too
+/// late.
 fn reset_in_flight(kind: Kind, time: Duration) -> Option<(Gate, Driver)> {
     let gate = Gate::new(RamDisk::new(1024));
     let mut driver = Driver::start(kind, gate.clone(), config(2), EVERYTHING);
@@ -161,7 +162,8 @@ fn bytes_in_flight_are_bounded(kind: Kind) {
     driver.kick(0);
     wait_until("the first request", || gate.submitted() > 0);
     thread::sleep(A_WHILE);
-    // Further doorbells have no effect, because 32 MiB are in flight, or less beside the disks of other tests.
+    // Further doorbells have no effect, because 32 MiB are in flight, or less beside the disks of
+    // other tests.
     driver.registers.notify(0);
     thread::sleep(A_WHILE);
     assert!((1..=4).contains(&gate.submitted()));

@@ -1,4 +1,5 @@
-//! virtio-blk from the driver's side: real rings in real guest memory, and every test over each transport.
+//! virtio-blk from the driver's side: real rings in real guest memory, and every test over each
+//! transport.
 
 #[macro_use]
 mod driver;

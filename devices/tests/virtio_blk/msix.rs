@@ -1,4 +1,5 @@
-//! Interrupts over PCI: MSI-X, its masks and pending bits, the ISR status (virtio 1.2, 4.1.4.5 and 4.1.5; PCI 3.0, 6.8.2).
+//! Interrupts over PCI: MSI-X, its masks and pending bits, the ISR status (virtio 1.2, 4.1.4.5 and
+//! 4.1.5; PCI 3.0, 6.8.2).
 
 use std::sync::Arc;
 
@@ -32,7 +33,8 @@ fn a_masked_vector_becomes_pending_and_is_sent_once_when_unmasked() {
     wait_until("the pending bit", || live.pci.pending(1));
     assert!(!live.pci.pending(0) && !live.pci.pending(2));
     assert_eq!(live.pci.router.take(1), 0, "masked");
-    // The worker may still be about to send its last interrupt. Draining it with a pause rules that out.
+    // The worker may still be about to send its last interrupt. Draining it with a pause rules that
+    // out.
     live.pci.pause();
     live.pci.mask_vector(1, false);
     assert_eq!(live.pci.router.take(1), 1, "once for all");
@@ -263,7 +265,8 @@ fn pending_bits_are_read_only_and_end_with_a_reset() {
     live.pci.transport.bar_write(bar, at, &[0; 8]);
     live.pci.transport.bar_write(bar, at, &[0xff; 8]);
     assert!(live.pci.pending(1) && !live.pci.pending(0));
-    // MSI-X is switched off and on again: pending vectors stay pending, and are sent once unmasked and enabled.
+    // MSI-X is switched off and on again: pending vectors stay pending, and are sent once unmasked
+    // and enabled.
     let control = live.pci.msix + 3;
     live.pci.transport.config_write(control, &[0]);
     live.pci.mask_vector(1, false);

@@ -107,7 +107,8 @@ fn a_resize_changes_the_generation_and_interrupts(kind: Kind) {
     assert_eq!(driver.registers.take_config_interrupts(), 1);
     assert_eq!(u64::from_le_bytes(driver.read_config(0)), 64);
     assert_eq!(driver.request(0, VIRTIO_BLK_T_IN, 63, &[], 512).status, OK);
-    // However often the configuration changes, even 256 times in 8 bits, the generation differs from the one last read.
+    // However often the configuration changes, even 256 times in 8 bits, the generation differs
+    // from the one last read.
     let generation = driver.registers.generation();
     for round in 0..256 {
         gate.set_sectors(16 + round % 2);

@@ -1,4 +1,5 @@
-//! Drivers that do what is allowed but rare, and drivers that break the rules: the device's behaviour stays defined.
+//! Drivers that do what is allowed but rare, and drivers that break the rules: the device's
+//! behaviour stays defined.
 
 use std::thread;
 
@@ -33,7 +34,8 @@ fn the_device_writes_only_what_it_may(kind: Kind) {
         let mut driver = Driver::start(kind, RamDisk::new(64), config(1), features);
         let data = pattern(4, 1024);
         let (posted, readable, writable) = driver.lay_out(VIRTIO_BLK_T_OUT, 2, &data, 0);
-        // Readable and writable buffers lie side by side, with bytes around them that the device must not touch.
+        // Readable and writable buffers lie side by side, with bytes around them that the device
+        // must not touch.
         driver.rings[0].add(&[
             Piece::readable(readable, 16 + 1024),
             Piece::writable(writable, 1),
@@ -86,8 +88,8 @@ fn indirect_descriptors_are_followed_in_every_legal_place(kind: Kind) {
     let mut driver = live(kind);
     driver.write(0, 0, &pattern(6, 512));
     let table = driver.allocate(4096).0;
-    // 2.7.5.3.2: the write-only flag of a descriptor that refers to a table is ignored; zero, one or two chained
-    // descriptors may come before it.
+    // 2.7.5.3.2: the write-only flag of a descriptor that refers to a table is ignored; zero, one
+    // or two chained descriptors may come before it.
     for (before, flags) in [(0, 0), (0, WRITE), (1, 0), (1, WRITE), (2, 0), (2, WRITE)] {
         let (posted, readable, writable) = driver.lay_out(VIRTIO_BLK_T_IN, 0, &[], 512);
         let parts = [
@@ -130,7 +132,8 @@ fn with_event_idx_the_flags_mean_nothing_and_without_it_the_event_does(kind: Kin
             EVERYTHING & !EVENT_IDX
         };
         let mut driver = Driver::start(kind, RamDisk::new(64), config(1), features);
-        // 2.7.7.1: the field that is in use asks for an interrupt each time, and the ignored one asks for none.
+        // 2.7.7.1: the field that is in use asks for an interrupt each time, and the ignored one
+        // asks for none.
         driver.rings[0].set_no_interrupt(event_idx);
         for round in 1..=5u64 {
             let used = driver.rings[0].last_used();

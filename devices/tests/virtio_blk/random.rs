@@ -1,5 +1,5 @@
-//! Random register accesses and random rings: the device's answers do not matter, but it must neither panic nor hang,
-//! and it must work after a reset.
+//! Random register accesses and random rings: the device's answers do not matter, but it must
+//! neither panic nor hang, and it must work after a reset.
 
 use std::sync::Arc;
 use std::time::Duration;

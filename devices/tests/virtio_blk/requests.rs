@@ -94,8 +94,8 @@ fn what_is_written_is_read(mut driver: Driver) {
         (2058 * 512, 2058 * 512)
     );
     assert_eq!(counts.errors, 0);
-    // The worker counts each doorbell soon, even if it has already taken the request. A request made before the device
-    // asks for its doorbell needs none.
+    // The worker counts each doorbell soon, even if it has already taken the request. A request
+    // made before the device asks for its doorbell needs none.
     assert!((1..=12).contains(&driver.kicks), "{}", driver.kicks);
     wait_until("the doorbells", || {
         driver.counts().doorbells == driver.kicks
@@ -112,7 +112,8 @@ fn the_serial_is_the_identity(kind: Kind) {
         (answer.status, answer.data.as_slice(), answer.written),
         (OK, &b"serial"[..], 7)
     );
-    // The device writes 20 bytes. It does not write the rest of a longer buffer, and does not claim to.
+    // The device writes 20 bytes. It does not write the rest of a longer buffer, and does not claim
+    // to.
     let answer = driver.request(0, VIRTIO_BLK_T_GET_ID, 0, &[], 64);
     assert_eq!((answer.status, answer.written), (OK, 20));
 
@@ -210,7 +211,8 @@ fn several_queues_keep_their_requests_apart(kind: Kind) {
     let mut driver = Driver::start(kind, gate.clone(), config(QUEUES as u16), EVERYTHING);
     assert_eq!(gate.queues(), QUEUES as u64);
     for round in 0..20 {
-        // All queues write their own sectors at the same time; then each queue reads another queue's.
+        // All queues write their own sectors at the same time; then each queue reads another
+        // queue's.
         for write in [true, false] {
             let mut posted = Vec::new();
             for queue in 0..QUEUES {

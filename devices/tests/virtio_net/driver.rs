@@ -71,7 +71,8 @@ enum Transport {
     Pci(Box<PciTransport<Memory, VirtioNet>>, Arc<Vectors>),
 }
 
-/// The registers of either transport: the offset over MMIO, and the one in the common configuration with its width.
+/// The registers of either transport: the offset over MMIO, and the one in the common configuration
+/// with its width.
 #[derive(Clone, Copy)]
 struct Register(u64, u64, usize);
 
@@ -319,7 +320,8 @@ impl Driver {
         (head, at)
     }
 
-    /// Waits for the next received frame. `buffers`: what [`post_buffer`](Self::post_buffer) has returned.
+    /// Waits for the next received frame. `buffers`: what [`post_buffer`](Self::post_buffer) has
+    /// returned.
     pub fn receive(&mut self, buffers: &[(u16, GuestAddress)]) -> Vec<u8> {
         let (head, written) = self.wait_used(RECEIVE);
         let &(_, at) = buffers

@@ -166,7 +166,8 @@ fn buffers_and_frames_may_have_any_pieces() {
 #[test]
 fn flags_and_fields_without_a_meaning_are_ignored() {
     let (mut driver, mut peer) = Driver::start(Kind::Mmio, config(), EVERYTHING);
-    // DATA_VALID, RSC_INFO and bits that have no name; lengths and offsets of offloads; num_buffers.
+    // DATA_VALID, RSC_INFO and bits that have no name; lengths and offsets of offloads;
+    // num_buffers.
     let header = [0xfe, 0, 9, 9, 9, 9, 0xff, 0xff, 0xff, 0xff, 7, 7];
     let head = driver.post_frame(&header, &frame(4, 60), 1 << 20);
     driver.kick(TRANSMIT);

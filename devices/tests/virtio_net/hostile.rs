@@ -1,4 +1,5 @@
-//! A driver or a link that breaks the rules: frames are dropped and counted, or the driver has to reset the device.
+//! A driver or a link that breaks the rules: frames are dropped and counted, or the driver has to
+//! reset the device.
 
 use vm_memory::{Bytes, GuestAddress};
 
@@ -32,7 +33,8 @@ fn frames_of_a_wrong_length_are_dropped(kind: Kind) {
         drops += 1;
         assert_eq!(driver.metrics.counts().send_drops, drops, "{len} bytes");
     }
-    // Memory that is not there, a chain without a readable byte, and headers that ask for what was not negotiated.
+    // Memory that is not there, a chain without a readable byte, and headers that ask for what was
+    // not negotiated.
     let at = driver.allocate(4096);
     for piece in [
         Piece::readable(GuestAddress(MEMORY_END - 20), 100),

@@ -1,4 +1,5 @@
-//! virtio-net from the driver's side: real rings in real guest memory, and a program at the other end of the link.
+//! virtio-net from the driver's side: real rings in real guest memory, and a program at the other
+//! end of the link.
 
 mod driver;
 

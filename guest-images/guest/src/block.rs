@@ -132,8 +132,8 @@ impl<'a> Block<'a> {
         self.transport.set_status(0);
     }
 
-    /// Runs one request in the first queue and waits for it. `fill` fills in the data of a write, `check` receives
-    /// the data of a read.
+    /// Runs one request in the first queue and waits for it. `fill` fills in the data of a write,
+    /// `check` receives the data of a read.
     ///
     /// # Errors
     /// If the request fails, or `check` does.
@@ -151,9 +151,10 @@ impl<'a> Block<'a> {
         )
     }
 
-    /// Runs `total` requests over the first `queues` queues, with as many in flight as fit. `plan` returns the
-    /// request with a given number and fills in the data of a write. `done` receives each request that has succeeded,
-    /// in any order, with the data of a read. Requests run concurrently, so no two may use the same block.
+    /// Runs `total` requests over the first `queues` queues, with as many in flight as fit. `plan`
+    /// returns the request with a given number and fills in the data of a write. `done` receives
+    /// each request that has succeeded, in any order, with the data of a read. Requests run
+    /// concurrently, so no two may use the same block.
     ///
     /// # Errors
     /// If a request fails, or `done` does.
@@ -195,10 +196,10 @@ impl<'a> Block<'a> {
         Ok(())
     }
 
-    /// Keeps a request in flight in each of `depth` slots of each of the first `queues` queues. `next` gets the
-    /// queue, the slot and the request that has just succeeded there (none at first), and returns the slot's next
-    /// request. If it returns none, the slot stays idle. Returns when all slots are idle. A write's data is the
-    /// current content of its slot.
+    /// Keeps a request in flight in each of `depth` slots of each of the first `queues` queues.
+    /// `next` gets the queue, the slot and the request that has just succeeded there (none at
+    /// first), and returns the slot's next request. If it returns none, the slot stays idle.
+    /// Returns when all slots are idle. A write's data is the current content of its slot.
     ///
     /// # Errors
     /// If a request fails.
@@ -272,8 +273,8 @@ impl<'a> Block<'a> {
         Ok(())
     }
 
-    /// Asks each queue for an interrupt once `count` of its requests are used; `count` gets the number in flight.
-    /// Returns `true` if a queue has reached its number already.
+    /// Asks each queue for an interrupt once `count` of its requests are used; `count` gets the
+    /// number in flight. Returns `true` if a queue has reached its number already.
     fn arm(&mut self, queues: usize, count: fn(u16) -> u16) -> bool {
         self.queues
             .iter_mut()
@@ -285,8 +286,8 @@ impl<'a> Block<'a> {
             })
     }
 
-    /// Whether the device needs a reset, which it may announce by an interrupt without progress. Reading the status
-    /// costs an exit, so the driver reads it only after such an interrupt.
+    /// Whether the device needs a reset, which it may announce by an interrupt without progress.
+    /// Reading the status costs an exit, so the driver reads it only after such an interrupt.
     fn transport_is_broken(&mut self) -> bool {
         let nothing_used = self
             .queues
@@ -296,8 +297,8 @@ impl<'a> Block<'a> {
         nothing_used && self.transport.status() & status::NEEDS_RESET != 0
     }
 
-    /// Writes or reads the blocks from `first` on in one request, and waits for it. The data is split into as many
-    /// segments as SEG_MAX allows and the data needs.
+    /// Writes or reads the blocks from `first` on in one request, and waits for it. The data is
+    /// split into as many segments as SEG_MAX allows and the data needs.
     ///
     /// # Errors
     /// If the request fails.

@@ -1,11 +1,13 @@
-//! Cases of what a device must do, and must withstand (virtio 1.2; `devices/CONFORMANCE.md` lists the rules).
+//! Cases of what a device must do, and must withstand (virtio 1.2; `devices/CONFORMANCE.md` lists
+//! the rules).
 //!
 //! ```text
 //!   CASES ─▶ Bench ─▶ Transport            a driver without manners: it writes any ring and any register
 //!              └────▶ Ring, one a queue
 //! ```
 //!
-//! Each case begins with a reset. A case of a hostile driver ends with the check that the device works again.
+//! Each case begins with a reset. A case of a hostile driver ends with the check that the device
+//! works again.
 
 mod bench;
 mod hostile;
@@ -47,7 +49,8 @@ fn check(right: bool, what: &'static str, number: u64) -> Verdict {
     }
 }
 
-/// Runs every case on the device behind `transport`, and reports each to the VMM. `memory_end` is where RAM ends.
+/// Runs every case on the device behind `transport`, and reports each to the VMM. `memory_end` is
+/// where RAM ends.
 ///
 /// # Errors
 /// If there is not enough memory, or the device is too small for the cases.

@@ -1,10 +1,12 @@
 //! The contract between the VMM and the guest. Both are compiled with it.
 //!
-//! 1. [`BootInfo`]: a few words in guest memory, whose address is the argument of the guest's entry.
-//! 2. [`Line`]: the guest's reports over the serial console. Lines that begin with `@` are for the VMM: for each
-//!    transport one `@begin` and one `@end` (`@loaded` after a load), or a `@fail`, then `@off`. All other lines are
-//!    for the user. The VMM measures the time from the end of a `@begin` line to the first byte of the next line, so
-//!    console output is not part of the measured job.
+//! 1. [`BootInfo`]: a few words in guest memory, whose address is the argument of the guest's
+//!    entry.
+//! 2. [`Line`]: the guest's reports over the serial console. Lines that begin with `@` are for the
+//!    VMM: for each transport one `@begin` and one `@end` (`@loaded` after a load), or a `@fail`,
+//!    then `@off`. All other lines are for the user. The VMM measures the time from the end of a
+//!    `@begin` line to the first byte of the next line, so console output is not part of the
+//!    measured job.
 //! 3. [`Digest`]: what the disk must hold after the guest has ended.
 
 use core::fmt;
@@ -50,7 +52,8 @@ pub enum Task {
     /// A counted job, with every byte compared: one `@begin` and one `@end` for each transport.
     #[default]
     Job,
-    /// Cases of what a device must do, and must withstand: for each transport one `@case` per case, then a `@checked`.
+    /// Cases of what a device must do, and must withstand: for each transport one `@case` per case,
+    /// then a `@checked`.
     Conformance,
     /// A load on one transport: one `@begin` and one `@loaded`.
     Load(Load),
@@ -89,7 +92,8 @@ impl LoadKind {
 }
 
 impl Load {
-    /// All fields except [`ticks`](Self::ticks) and [`requests`](Self::requests), in the bits above the task's number.
+    /// All fields except [`ticks`](Self::ticks) and [`requests`](Self::requests), in the bits above
+    /// the task's number.
     fn to_word(self) -> u64 {
         u64::from(self.pci) << 32
             | (self.kind as u64) << 24
@@ -239,7 +243,8 @@ pub enum Line<T> {
     Loaded(T, LoadResult),
     /// The task on this transport has failed, for the reason given.
     Fail(T, T),
-    /// A case of this name ran on this transport. The third field is the problem, if the case failed.
+    /// A case of this name ran on this transport. The third field is the problem, if the case
+    /// failed.
     Case(T, T, Option<T>),
     /// This many cases ran on this transport: all of them.
     Checked(T, u32),
@@ -347,8 +352,8 @@ impl<'a> Line<&'a str> {
     }
 }
 
-/// A digest of a disk's content that does not depend on the order of the blocks. The guest computes it from the
-/// expected content, the VMM from the disk's content after the guest has ended.
+/// A digest of a disk's content that does not depend on the order of the blocks. The guest computes
+/// it from the expected content, the VMM from the disk's content after the guest has ended.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Digest(pub u64);
 

@@ -1,5 +1,5 @@
-//! A histogram of durations. The buckets grow wider with the value, like those of HdrHistogram: a few kilobytes hold
-//! every value with an error of at most one part in 32.
+//! A histogram of durations. The buckets grow wider with the value, like those of HdrHistogram: a
+//! few kilobytes hold every value with an error of at most one part in 32.
 //!
 //! ```text
 //!   0 1 2 .. 31 │ 32 33 .. 63 │ 64 66 .. 126 │ 128 132 .. │ ...        first value of each bucket
@@ -12,7 +12,8 @@
 const KEPT: u32 = 5;
 /// Buckets of an octave.
 const OCTAVE: usize = 1 << KEPT;
-/// Bits of the largest value with a bucket of its own; larger values are counted in the last bucket.
+/// Bits of the largest value with a bucket of its own; larger values are counted in the last
+/// bucket.
 const LARGEST_BITS: usize = 44;
 /// Number of buckets. The two octaves of width 1 count as one.
 const BUCKETS: usize = (LARGEST_BITS - KEPT as usize + 1) * OCTAVE;
@@ -54,8 +55,8 @@ impl Histogram {
         self.total
     }
 
-    /// The smallest value that at least `per_mille` of 1000 counted values do not exceed; 0 if no value was counted.
-    /// The value is the middle of its bucket.
+    /// The smallest value that at least `per_mille` of 1000 counted values do not exceed; 0 if no
+    /// value was counted. The value is the middle of its bucket.
     pub fn quantile(&self, per_mille: u64) -> u64 {
         let wanted = (self.total * per_mille).div_ceil(1000).max(1);
         let mut seen = 0;

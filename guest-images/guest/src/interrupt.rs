@@ -1,12 +1,14 @@
-//! Interrupts for a program in ring 3: descriptor table, local APIC, I/O APIC, and the stubs of ring 0.
+//! Interrupts for a program in ring 3: descriptor table, local APIC, I/O APIC, and the stubs of
+//! ring 0.
 //!
 //! ```text
 //!   ring 3   ......┐                  ┌....... int3 ─┐                           ┌.......
 //!   ring 0         └ count, EOI, iret ┘              └ sti; hlt ─ count, EOI, .. ┘
 //! ```
 //!
-//! Only the stubs run in ring 0. A KVM that interprets ring 0 must know their instructions, so the stubs use plain
-//! moves, and INT3 is the way in (such a KVM delivers exceptions of ring 3, but not INT n).
+//! Only the stubs run in ring 0. A KVM that interprets ring 0 must know their instructions, so the
+//! stubs use plain moves, and INT3 is the way in (such a KVM delivers exceptions of ring 3, but not
+//! INT n).
 
 use core::arch::{asm, global_asm};
 use core::sync::atomic::{AtomicU64, Ordering};
@@ -94,13 +96,14 @@ unsafe extern "C" {
 const EXCEPTIONS: u8 = 32;
 const EXCEPTION_STRIDE: u64 = 16;
 const BREAKPOINT: u8 = 3;
-/// The vector of source 0. The line of the I/O APIC and each MSI-X message have a vector of their own, so that two
-/// interrupts at the same time are counted as two.
+/// The vector of source 0. The line of the I/O APIC and each MSI-X message have a vector of their
+/// own, so that two interrupts at the same time are counted as two.
 const FIRST_VECTOR: u8 = 0x30;
 const SOURCES: u8 = 32;
 const SPURIOUS: u8 = 0xff;
 
-/// An interrupt gate to 64-bit code of ring 0 (Intel SDM volume 3, 6.14.1). The gate clears the interrupt flag.
+/// An interrupt gate to 64-bit code of ring 0 (Intel SDM volume 3, 6.14.1). The gate clears the
+/// interrupt flag.
 const GATE: u64 = 0x8e00;
 const GATE_FROM_RING_3: u64 = 0xee00;
 const CODE: u64 = 0x08;
@@ -133,7 +136,8 @@ pub struct Controller {
 }
 
 impl Controller {
-    /// Fills in the descriptor table, masks the 8259s, switches the local APIC on and then enables interrupts.
+    /// Fills in the descriptor table, masks the 8259s, switches the local APIC on and then enables
+    /// interrupts.
     ///
     /// # Safety
     /// `info` names the descriptor table in use, and no other code sets interrupts up.
@@ -142,7 +146,8 @@ impl Controller {
             let at = info.idt as usize + usize::from(vector) * 16;
             let entry = core::ptr::with_exposed_provenance_mut::<[u64; 2]>(at);
             let low = stub & 0xffff | CODE << 16 | kind << 32 | (stub >> 16 & 0xffff) << 48;
-            // SAFETY: the table has 256 entries of 16 bytes, and no interrupt of this vector is enabled yet.
+            // SAFETY: the table has 256 entries of 16 bytes, and no interrupt of this vector is
+            // enabled yet.
             unsafe { entry.write_volatile([low, stub >> 32]) };
         };
         for vector in 0..EXCEPTIONS {
@@ -163,7 +168,8 @@ impl Controller {
             // SAFETY: with every line masked, the 8259s do not interrupt this program.
             unsafe { write_port(port, 0xff) };
         }
-        // SAFETY: these are the architectural addresses of the local APIC and the first I/O APIC, which are not memory.
+        // SAFETY: these are the architectural addresses of the local APIC and the first I/O APIC,
+        // which are not memory.
         let (local_apic, io_apic) =
             unsafe { (Registers::new(LOCAL_APIC), Registers::new(IO_APIC)) };
         local_apic.write32(LINT0, MASKED);
@@ -173,7 +179,8 @@ impl Controller {
             io_apic,
             next_line: SOURCES,
         };
-        // The count never reaches this value, so this call does not wait: it only enables interrupts.
+        // The count never reaches this value, so this call does not wait: it only enables
+        // interrupts.
         controller.wait(u64::MAX);
         controller
     }
@@ -189,8 +196,8 @@ impl Interrupts for Controller {
     }
 
     fn wait(&self, seen: u64) {
-        // SAFETY: the stub changes no register and no memory; the handlers that run meanwhile change COUNT. It
-        // runs on a stack of its own.
+        // SAFETY: the stub changes no register and no memory; the handlers that run meanwhile
+        // change COUNT. It runs on a stack of its own.
         unsafe { asm!("int3", in("rsi") seen) };
     }
 

@@ -1,4 +1,5 @@
-//! The memory functions that the compiler calls. Without an operating system there is no C library that has them.
+//! The memory functions that the compiler calls. Without an operating system there is no C library
+//! that has them.
 
 use core::arch::asm;
 
@@ -25,8 +26,9 @@ unsafe extern "C" fn memmove(to: *mut u8, from: *const u8, length: usize) -> *mu
         // SAFETY: no byte is overwritten before it is copied when copying upwards.
         return unsafe { memcpy(to, from, length) };
     }
-    // SAFETY: the caller keeps memmove's contract. The regions overlap with `to` behind `from`, so `length` is
-    // not 0, and copying downwards reads each byte before it is overwritten; the flag is cleared again.
+    // SAFETY: the caller keeps memmove's contract. The regions overlap with `to` behind `from`, so
+    // `length` is not 0, and copying downwards reads each byte before it is overwritten; the flag
+    // is cleared again.
     unsafe {
         asm!(
             "std", "rep movsb", "cld",
@@ -59,8 +61,8 @@ unsafe extern "C" fn memset(to: *mut u8, byte: i32, length: usize) -> *mut u8 {
 #[unsafe(no_mangle)]
 unsafe extern "C" fn memcmp(one: *const u8, other: *const u8, length: usize) -> i32 {
     for index in 0..length {
-        // SAFETY: the caller guarantees that `length` bytes of both are readable. The reads are volatile because the
-        // compiler could otherwise turn the loop into a call of memcmp.
+        // SAFETY: the caller guarantees that `length` bytes of both are readable. The reads are
+        // volatile because the compiler could otherwise turn the loop into a call of memcmp.
         let (left, right) = unsafe {
             (
                 one.add(index).read_volatile(),

@@ -146,7 +146,8 @@ fn burst(block: &mut Block<'_>, generations: &mut Generations) -> Result<(), Err
         if number % FLUSH_EVERY == FLUSH_EVERY - 1 || written == BURST_BLOCKS {
             return Request::Flush;
         }
-        // An odd multiplier visits each block exactly once, because the number of blocks is a power of two.
+        // An odd multiplier visits each block exactly once, because the number of blocks is a power
+        // of two.
         let target = written * 377 % BURST_BLOCKS;
         written += 1;
         generations.renew(target, data);
@@ -207,7 +208,8 @@ fn zeroes(block: &mut Block<'_>, generations: &mut Generations) -> Result<(), Er
     Ok(())
 }
 
-/// Writes a few blocks with the write cache off. Each is durable when it completes, without a FLUSH.
+/// Writes a few blocks with the write cache off. Each is durable when it completes, without a
+/// FLUSH.
 fn write_cache(block: &mut Block<'_>, generations: &mut Generations) -> Result<(), Error> {
     if !block.features.has(feature::CONFIG_WCE) {
         return Ok(());

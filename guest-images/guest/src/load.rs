@@ -1,11 +1,13 @@
-//! A load: closed loops over random blocks, with a fixed number of requests in flight, until the time is over.
+//! A load: closed loops over random blocks, with a fixed number of requests in flight, until the
+//! time is over.
 //!
 //! ```text
 //!   begin ─▶ write ─▶ FLUSH ─▶ ended: its time into the histogram, the next one begins   (a loop per slot)
 //!               read ────────────▶
 //! ```
 //!
-//! The guest prints the final line before it takes the driver down, because that costs register accesses too.
+//! The guest prints the final line before it takes the driver down, because that costs register
+//! accesses too.
 //!
 //! The guest does not compare any data: a load only checks that each request succeeds.
 

@@ -1,5 +1,5 @@
-//! The image: its entry, its panic handler, and the sequence of its steps. It runs in ring 3 from its first
-//! instruction on.
+//! The image: its entry, its panic handler, and the sequence of its steps. It runs in ring 3 from
+//! its first instruction on.
 #![no_std]
 #![no_main]
 
@@ -62,9 +62,11 @@ extern "C" fn main(boot: u64) -> ! {
         u32::from(info.reset_port) << 8 | u32::from(info.reset_value),
         Ordering::Relaxed,
     );
-    // SAFETY: the magic number was right, so the other words are valid; no other code sets the processor up.
+    // SAFETY: the magic number was right, so the other words are valid; no other code sets the
+    // processor up.
     let mut controller = unsafe { Controller::start(&info) };
-    // Each device in turn gets an arena over the same memory: the first device was reset before the second starts.
+    // Each device in turn gets an arena over the same memory: the first device was reset before the
+    // second starts.
     let transports = match info.task {
         Task::Load(load) if load.pci => &["pci"][..],
         Task::Load(_) => &["mmio"],
@@ -73,7 +75,8 @@ extern "C" fn main(boot: u64) -> ! {
     // SAFETY: the VMM's words and the BARs say where its devices are, which is outside of memory.
     let registers = |address| unsafe { Registers::new(address) };
     for &transport in transports {
-        // SAFETY: no other code uses the RAM after the image, and a device that was reset no longer accesses it.
+        // SAFETY: no other code uses the RAM after the image, and a device that was reset no longer
+        // accesses it.
         let mut arena = unsafe { free_memory(&info) };
         let outcome = match transport {
             "mmio" => Mmio::find(&info, registers, &mut controller).and_then(|mut mmio| {
@@ -154,8 +157,8 @@ fn drive(
 unsafe fn free_memory(info: &BootInfo) -> Arena {
     let start = (&raw const image_end).expose_provenance();
     let length = (info.memory_end as usize).saturating_sub(start);
-    // SAFETY: the linker script puts `image_end` after everything that the image uses, RAM extends to `memory_end`,
-    // and the caller guarantees the rest.
+    // SAFETY: the linker script puts `image_end` after everything that the image uses, RAM extends
+    // to `memory_end`, and the caller guarantees the rest.
     unsafe { Arena::new(core::ptr::with_exposed_provenance_mut(start), length) }
 }
 
@@ -166,8 +169,9 @@ static RESET: AtomicU32 = AtomicU32::new(0);
 fn reset() -> ! {
     let reset = RESET.load(Ordering::Relaxed);
     loop {
-        // SAFETY: the virtual machine ends here; no memory is used any more. Without boot information this is a write
-        // to port 0, which has no device, until the VMM's time limit is over.
+        // SAFETY: the virtual machine ends here; no memory is used any more. Without boot
+        // information this is a write to port 0, which has no device, until the VMM's time limit is
+        // over.
         unsafe { write_port((reset >> 8) as u16, reset as u8) };
     }
 }
@@ -182,7 +186,8 @@ extern "C" fn exception(vector: u64, code: u64, instruction: u64) -> ! {
     reset()
 }
 
-// Tools that build all targets build this file with the test harness, which has a panic handler of its own.
+// Tools that build all targets build this file with the test harness, which has a panic handler of
+// its own.
 #[cfg(not(test))]
 #[panic_handler]
 fn panic(info: &PanicInfo<'_>) -> ! {

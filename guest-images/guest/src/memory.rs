@@ -19,8 +19,8 @@ mod sealed {
     impl Sealed for u64 {}
 }
 
-/// A piece of memory that the device and one owner use. The guest's memory is mapped one to one, so the address is
-/// the same for both.
+/// A piece of memory that the device and one owner use. The guest's memory is mapped one to one, so
+/// the address is the same for both.
 #[derive(Debug)]
 pub struct Region {
     start: NonNull<u8>,
@@ -48,8 +48,8 @@ impl Region {
     /// # Panics
     /// If the word does not lie in the region or is not aligned.
     pub fn read<T: Word>(&self, offset: usize) -> T {
-        // SAFETY: `word` checked bounds and alignment, and every bit pattern is a `Word`. The read is volatile
-        // because the device may write the word.
+        // SAFETY: `word` checked bounds and alignment, and every bit pattern is a `Word`. The read
+        // is volatile because the device may write the word.
         unsafe { self.word::<T>(offset).read_volatile() }
     }
 
@@ -58,7 +58,8 @@ impl Region {
     /// # Panics
     /// If the word does not lie in the region or is not aligned.
     pub fn write<T: Word>(&self, offset: usize, value: T) {
-        // SAFETY: `word` checked bounds and alignment. The write is volatile because the device may read the word.
+        // SAFETY: `word` checked bounds and alignment. The write is volatile because the device may
+        // read the word.
         unsafe { self.word::<T>(offset).write_volatile(value) }
     }
 
@@ -98,7 +99,8 @@ impl Arena {
     /// An arena over `length` bytes from `start`.
     ///
     /// # Safety
-    /// The bytes are valid for reads and writes for the rest of the program, and nothing else uses them.
+    /// The bytes are valid for reads and writes for the rest of the program, and nothing else uses
+    /// them.
     pub unsafe fn new(start: *mut u8, length: usize) -> Self {
         Self {
             next: start,
@@ -114,8 +116,8 @@ impl Arena {
         let padding = self.next.align_offset(alignment);
         let used = padding.checked_add(length).ok_or(Error::Memory)?;
         self.left = self.left.checked_sub(used).ok_or(Error::Memory)?;
-        // SAFETY: `padding + length` bytes were left, so both additions stay in the arena, whose bytes are valid for
-        // writes.
+        // SAFETY: `padding + length` bytes were left, so both additions stay in the arena, whose
+        // bytes are valid for writes.
         let start = unsafe {
             let start = self.next.add(padding);
             start.write_bytes(0, length);

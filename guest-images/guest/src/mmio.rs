@@ -141,7 +141,8 @@ impl Transport for Mmio {
     }
 
     fn acknowledge(&mut self) {
-        // 4.2.3.4.1: the driver writes back the events that it has handled, so that the device can tell new ones apart.
+        // 4.2.3.4.1: the driver writes back the events that it has handled, so that the device can
+        // tell new ones apart.
         let events = self.registers.read32(INTERRUPT_STATUS);
         if events != 0 {
             self.registers.write32(INTERRUPT_ACK, events);

@@ -1,8 +1,8 @@
 //! The expected content of every block of the disk.
 //!
-//! A block's content is computed from its number and its generation (how often it was written). So a check detects a
-//! block in the wrong place, an old version and a torn block. Generation 0 is a block that was never written, and a
-//! cleared block was discarded or zeroed: both read as zeroes.
+//! A block's content is computed from its number and its generation (how often it was written). So
+//! a check detects a block in the wrong place, an old version and a torn block. Generation 0 is a
+//! block that was never written, and a cleared block was discarded or zeroed: both read as zeroes.
 
 use crate::contract::mix;
 use crate::error::Error;
@@ -19,7 +19,8 @@ pub struct Generations {
 }
 
 impl Generations {
-    /// Generations in `of_block`, four zero bytes per block. `seed` makes the contents of two disks differ.
+    /// Generations in `of_block`, four zero bytes per block. `seed` makes the contents of two disks
+    /// differ.
     pub fn new(of_block: Region, seed: u32) -> Self {
         Self { of_block, seed }
     }

@@ -88,11 +88,12 @@ impl ConfigSpace for Registers {
 }
 
 impl Pci {
-    /// Looks for a block device on bus 0, enables its memory BARs and its MSI-X, and gives each vector a message of
-    /// its own. `registers` gives the registers at an address.
+    /// Looks for a block device on bus 0, enables its memory BARs and its MSI-X, and gives each
+    /// vector a message of its own. `registers` gives the registers at an address.
     ///
     /// # Errors
-    /// [`Error::NoDevice`] if there is no block device, [`Error::Pci`] if it is not a complete virtio function.
+    /// [`Error::NoDevice`] if there is no block device, [`Error::Pci`] if it is not a complete
+    /// virtio function.
     pub fn find(
         info: &BootInfo,
         registers: impl Fn(u64) -> Registers,
@@ -165,8 +166,8 @@ fn bar_address(function: &Registers, index: u8) -> Result<u64, Error> {
     }
 }
 
-/// The interrupt vector of queue `index`. Vector 0 is for configuration changes. With too few vectors, queues share
-/// the last one.
+/// The interrupt vector of queue `index`. Vector 0 is for configuration changes. With too few
+/// vectors, queues share the last one.
 fn vector_of(index: u16, vectors: u16) -> u16 {
     (index + 1).min(vectors.saturating_sub(1))
 }

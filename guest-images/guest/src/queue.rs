@@ -6,8 +6,8 @@
 //!   take ◀──────────────────────── used ring ◀── (interrupt?) ◀──────────────┘
 //! ```
 //!
-//! With EVENT_IDX each side says after which entry it wants to be notified by the other (`avail_event`,
-//! `used_event`), so one doorbell and one interrupt serve many requests.
+//! With EVENT_IDX each side says after which entry it wants to be notified by the other
+//! (`avail_event`, `used_event`), so one doorbell and one interrupt serve many requests.
 
 use core::sync::atomic::{Ordering, fence};
 
@@ -125,8 +125,8 @@ impl Queue {
         self.features
     }
 
-    /// Adds a request as a chain of descriptors. The segments that the device reads must come first (2.7.4.2).
-    /// Returns whether there was room.
+    /// Adds a request as a chain of descriptors. The segments that the device reads must come first
+    /// (2.7.4.2). Returns whether there was room.
     pub fn add(&mut self, token: u16, segments: &[Segment]) -> bool {
         if segments.is_empty() || segments.len() > usize::from(self.free) {
             return false;
@@ -144,8 +144,8 @@ impl Queue {
         true
     }
 
-    /// Adds a request as one descriptor that points at `table`, which holds the chain (2.7.5.3). Returns
-    /// whether there was room. `table` must stay untouched until the request is used.
+    /// Adds a request as one descriptor that points at `table`, which holds the chain (2.7.5.3).
+    /// Returns whether there was room. `table` must stay untouched until the request is used.
     pub fn add_indirect(&mut self, token: u16, table: &Region, segments: &[Segment]) -> bool {
         if !self.features.indirect || segments.is_empty() || self.free == 0 {
             return false;
@@ -242,8 +242,8 @@ impl Queue {
         Ok(Some(UsedElement { token, written }))
     }
 
-    /// Asks for an interrupt once `count` more requests are used. Returns `true` if the device has already used as
-    /// many: then the interrupt may not come, and the caller must not wait for it.
+    /// Asks for an interrupt once `count` more requests are used. Returns `true` if the device has
+    /// already used as many: then the interrupt may not come, and the caller must not wait for it.
     pub fn arm(&mut self, count: u16) -> bool {
         let count = count.clamp(1, self.in_flight().max(1));
         if self.features.event_idx {
@@ -252,7 +252,8 @@ impl Queue {
                 self.taken.wrapping_add(count - 1),
             );
         }
-        // Writes the event before reading the index: the device does it in the opposite order (2.7.7.1).
+        // Writes the event before reading the index: the device does it in the opposite order
+        // (2.7.7.1).
         fence(Ordering::SeqCst);
         let ready = self.used.read::<u16>(2).wrapping_sub(self.taken);
         // Without EVENT_IDX every used request interrupts, so one is enough.

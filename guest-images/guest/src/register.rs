@@ -12,8 +12,8 @@ pub trait Bus: core::fmt::Debug {
 
 /// A block of memory-mapped registers.
 ///
-/// Each access is a single MOV in inline assembly. A VMM's instruction decoder knows MOV, while the compiler may use
-/// another instruction for a volatile access.
+/// Each access is a single MOV in inline assembly. A VMM's instruction decoder knows MOV, while the
+/// compiler may use another instruction for a volatile access.
 #[derive(Clone, Copy, Debug)]
 pub struct Registers {
     base: u64,
@@ -31,8 +31,8 @@ macro_rules! access {
                 return <$type>::from_le_bytes(bytes);
             }
             let value: $type;
-            // SAFETY: `new` requires that the block is device registers, where a read has no effect on
-            // the program's own memory.
+            // SAFETY: `new` requires that the block is device registers, where a read has no effect
+            // on the program's own memory.
             unsafe {
                 asm!($load, out($class) value, in(reg) self.base + offset, options(nostack, preserves_flags));
             }
@@ -44,7 +44,8 @@ macro_rules! access {
             if let Some(bus) = self.bus {
                 return bus.write(self.base + offset, &value.to_le_bytes());
             }
-            // SAFETY: as above; what the device then does to memory is covered by the regions handed to it.
+            // SAFETY: as above; what the device then does to memory is covered by the regions
+            // handed to it.
             unsafe {
                 asm!($store, in(reg) self.base + offset, in($class) value, options(nostack, preserves_flags));
             }
@@ -127,7 +128,8 @@ impl Registers {
         }
     }
 
-    /// Writes a 64-bit register as two halves, the low one first (virtio 1.2, 4.1.3.1 and 4.2.2.2 allow it).
+    /// Writes a 64-bit register as two halves, the low one first (virtio 1.2, 4.1.3.1 and 4.2.2.2
+    /// allow it).
     pub fn write64(&self, offset: u64, value: u64) {
         self.write32(offset, value as u32);
         self.write32(offset + 4, (value >> 32) as u32);
@@ -152,7 +154,8 @@ impl Registers {
 /// # Safety
 /// As [`write_port`].
 pub unsafe fn write_port16(port: u16, value: u16) {
-    // SAFETY: the caller guarantees the device's effects; the instruction itself accesses no memory.
+    // SAFETY: the caller guarantees the device's effects; the instruction itself accesses no
+    // memory.
     unsafe {
         asm!("out dx, ax", in("dx") port, in("ax") value, options(nomem, nostack, preserves_flags))
     };
@@ -163,7 +166,8 @@ pub unsafe fn write_port16(port: u16, value: u16) {
 /// # Safety
 /// The device behind the port must not harm memory that the program uses.
 pub unsafe fn write_port(port: u16, value: u8) {
-    // SAFETY: the caller guarantees the device's effects; the instruction itself accesses no memory.
+    // SAFETY: the caller guarantees the device's effects; the instruction itself accesses no
+    // memory.
     unsafe {
         asm!("out dx, al", in("dx") port, in("al") value, options(nomem, nostack, preserves_flags))
     };

@@ -1,4 +1,5 @@
-//! The operations of both transports: negotiation, queues, doorbells, the device's configuration space.
+//! The operations of both transports: negotiation, queues, doorbells, the device's configuration
+//! space.
 
 use crate::error::Error;
 use crate::queue::Queue;
@@ -53,9 +54,9 @@ pub trait Transport {
         }
     }
 
-    /// Sets queue `index` up with `size` descriptors, its three areas (descriptors, driver, device) and its
-    /// interrupt, and enables it. The values may be invalid. Returns whether the device says that the queue is
-    /// enabled.
+    /// Sets queue `index` up with `size` descriptors, its three areas (descriptors, driver, device)
+    /// and its interrupt, and enables it. The values may be invalid. Returns whether the device
+    /// says that the queue is enabled.
     ///
     /// # Errors
     /// If the device has no interrupt vector for it.
@@ -79,7 +80,8 @@ pub trait Transport {
     /// The generation of the configuration space, which changes with its content.
     fn generation(&mut self) -> u32;
 
-    /// Masks or unmasks the interrupt vector of queue `index`. Returns `false` if the transport has no such vector.
+    /// Masks or unmasks the interrupt vector of queue `index`. Returns `false` if the transport has
+    /// no such vector.
     fn mask_queue(&mut self, index: u16, masked: bool) -> bool {
         let (_, _) = (index, masked);
         false
@@ -117,8 +119,8 @@ pub trait Transport {
         self.space().write8(offset, value);
     }
 
-    /// Reads a 64-bit field of the configuration space as two halves, again if the configuration changed meanwhile
-    /// (2.5.1).
+    /// Reads a 64-bit field of the configuration space as two halves, again if the configuration
+    /// changed meanwhile (2.5.1).
     fn config64(&mut self, offset: u64) -> u64 {
         loop {
             let before = self.generation();
@@ -136,7 +138,8 @@ pub trait Interrupts {
     /// Interrupts received so far.
     fn count(&self) -> u64;
 
-    /// Sleeps until the processor has received more than `seen` interrupts; returns at once if it already has.
+    /// Sleeps until the processor has received more than `seen` interrupts; returns at once if it
+    /// already has.
     fn wait(&self, seen: u64);
 
     /// Sends the edge interrupt of line `gsi` to this processor.

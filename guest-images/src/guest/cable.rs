@@ -1,4 +1,5 @@
-//! A network cable between two guests of user-mode Linux. It needs neither a network on this machine nor privileges.
+//! A network cable between two guests of user-mode Linux. It needs neither a network on this
+//! machine nor privileges.
 
 use std::os::fd::{AsRawFd, OwnedFd};
 use std::process::Command;
@@ -12,8 +13,8 @@ use crate::process::inherit;
 /// Bytes that a cable buffers in each direction, if the system allows that many.
 const CAPACITY: usize = 4 << 20;
 
-/// One end of a network cable. In the guest that it is plugged into, the network card is `vec0`. A frame that the other
-/// guest does not receive in time is lost, as on any network.
+/// One end of a network cable. In the guest that it is plugged into, the network card is `vec0`. A
+/// frame that the other guest does not receive in time is lost, as on any network.
 #[derive(Clone, Debug)]
 pub struct CableEnd {
     socket: Arc<OwnedFd>,

@@ -15,8 +15,9 @@ mount -t proc proc /proc; mount -t sysfs sys /sys; mount -t devtmpfs dev /dev; m
 for module in $(ls /uml/*.ko 2>/dev/null || ls /modules/*.ko); do insmod $module || echo guest: no $module; done
 ";
 
-/// Creates an initramfs in `directory` that has busybox, e2fsprogs and fio, and runs `script`. If `modules` is not empty,
-/// the guest loads these instead of the images' own modules, which belong to another kernel.
+/// Creates an initramfs in `directory` that has busybox, e2fsprogs and fio, and runs `script`. If
+/// `modules` is not empty, the guest loads these instead of the images' own modules, which belong
+/// to another kernel.
 ///
 /// # Errors
 /// A file cannot be read or written.
@@ -49,7 +50,8 @@ pub(super) fn build_initramfs(
     Ok(path)
 }
 
-/// Appends a file to an archive in the kernel's format (newc). A later file replaces an earlier one of the same name.
+/// Appends a file to an archive in the kernel's format (newc). A later file replaces an earlier one
+/// of the same name.
 fn entry(archive: &mut Vec<u8>, name: &str, mode: u32, content: &[u8]) {
     let (inode, links) = (archive.len() as u32, 1);
     let (size, name_size) = (content.len() as u32, name.len() as u32 + 1);

@@ -28,7 +28,8 @@ pub use user_mode::UserMode;
 use crate::error::{Error, FileContext, Result};
 use crate::process::LeashedChild;
 
-/// A guest that prints nothing for longer than this has hung: even on the slowest machine no step takes this long.
+/// A guest that prints nothing for longer than this has hung: even on the slowest machine no step
+/// takes this long.
 const SILENCE_LIMIT: Duration = Duration::from_secs(240);
 
 /// The most console lines in an error.
@@ -53,7 +54,8 @@ pub struct Guest {
 }
 
 impl Guest {
-    /// Starts the monitor `command` in `directory`. Its stdout is the guest's console, and its stdin the console's input.
+    /// Starts the monitor `command` in `directory`. Its stdout is the guest's console, and its
+    /// stdin the console's input.
     ///
     /// # Errors
     /// The program cannot be started.
@@ -120,8 +122,8 @@ impl Guest {
         self.last.push_back(line.to_owned());
     }
 
-    /// Takes the input of the guest's console, which only user-mode Linux reads. Only the first call returns it. Dropping
-    /// it hangs the console up.
+    /// Takes the input of the guest's console, which only user-mode Linux reads. Only the first
+    /// call returns it. Dropping it hangs the console up.
     pub fn input(&mut self) -> Option<ChildStdin> {
         self.input.take()
     }

@@ -8,7 +8,8 @@ use super::initramfs::build_initramfs;
 use crate::error::Result;
 use crate::images::GuestImages;
 
-/// QEMU's arguments for the vhost-user disk at `socket`. QEMU reconnects whenever the daemon comes back.
+/// QEMU's arguments for the vhost-user disk at `socket`. QEMU reconnects whenever the daemon comes
+/// back.
 #[must_use]
 pub fn vhost_user_disk(number: usize, socket: &Path, queues: u16) -> [String; 4] {
     let socket = socket.display();
@@ -21,8 +22,8 @@ pub fn vhost_user_disk(number: usize, socket: &Path, queues: u16) -> [String; 4]
 }
 
 impl Guest {
-    /// Starts QEMU in full emulation, with further `arguments`, for instance for disks; the first is /dev/vda. The guest's
-    /// memory is shared, as [`vhost_user_disk`] requires.
+    /// Starts QEMU in full emulation, with further `arguments`, for instance for disks; the first
+    /// is /dev/vda. The guest's memory is shared, as [`vhost_user_disk`] requires.
     ///
     /// # Errors
     /// A file cannot be read or written, or QEMU cannot be started.

@@ -19,14 +19,15 @@ const MODULES: &str = "/usr/lib/uml/modules";
 /// The module for disks over vhost-user.
 const DISK_MODULE: &str = "virtio_blk";
 
-/// The size in bytes of the floating point state that user-mode Linux 6.1 keeps (its `HOST_FP_SIZE`).
+/// The size in bytes of the floating point state that user-mode Linux 6.1 keeps (its
+/// `HOST_FP_SIZE`).
 const FLOATING_POINT_SIZE: u32 = 2696;
 /// The CPUID leaf about XSAVE (Intel SDM volume 1, 13.2).
 const XSAVE_LEAF: u32 = 0xd;
 
-/// What the init of a guest over the files of this machine runs first. $MODULES stands for the directory of the modules.
-/// Below /var and /mnt the guest sees this machine's files, such as the program under test, and what it writes there
-/// stays in its memory.
+/// What the init of a guest over the files of this machine runs first. $MODULES stands for the
+/// directory of the modules. Below /var and /mnt the guest sees this machine's files, such as the
+/// program under test, and what it writes there stays in its memory.
 const BEGIN: &str = "#!/bin/sh
 export PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin HOME=/
 mount -t proc proc /proc; mount -t sysfs sys /sys; mount -t devtmpfs dev /dev; mount -t tmpfs memory /run
@@ -64,8 +65,8 @@ impl UserMode {
         )
     }
 
-    /// Starts a guest that runs `script`, with busybox, e2fsprogs and fio in its memory. `directory` is for the files that
-    /// it boots from.
+    /// Starts a guest that runs `script`, with busybox, e2fsprogs and fio in its memory.
+    /// `directory` is for the files that it boots from.
     ///
     /// # Errors
     /// A module does not exist, a file cannot be read or written, or the guest cannot be started.
@@ -80,8 +81,8 @@ impl UserMode {
         Guest::spawn(command, directory)
     }
 
-    /// Starts a guest that sees the files of this machine read-only. `script` runs in an empty directory in memory;
-    /// `directory` is for the files that the guest boots from.
+    /// Starts a guest that sees the files of this machine read-only. `script` runs in an empty
+    /// directory in memory; `directory` is for the files that the guest boots from.
     ///
     /// # Errors
     /// A file cannot be written, or the guest cannot be started.
@@ -117,10 +118,11 @@ impl UserMode {
     }
 
     fn command(&self, directory: &Path, memory: &str) -> Result<Command> {
-        // User-mode Linux has several processes, and some survive when the first is killed. So it runs in a PID namespace,
-        // which dies with its first process. User-mode Linux cannot be that process itself: the first process of a
-        // namespace gets all orphans, and the kernel drops signals that it sends to itself, which is how user-mode Linux
-        // ends. So the first process is a shell.
+        // User-mode Linux has several processes, and some survive when the first is killed. So it
+        // runs in a PID namespace, which dies with its first process. User-mode Linux cannot be
+        // that process itself: the first process of a namespace gets all orphans, and the kernel
+        // drops signals that it sends to itself, which is how user-mode Linux ends. So the first
+        // process is a shell.
         let mut group = Command::new("unshare");
         group.args(["--pid", "--fork", "--kill-child"]);
         let mut command = match run(Command::new("unshare").args(["--pid", "--fork", "true"])) {
@@ -151,8 +153,8 @@ impl UserMode {
     }
 }
 
-/// Compiles `wide_xsave.c` if this processor's XSAVE area is larger than user-mode Linux can restore, usually because of
-/// AMX.
+/// Compiles `wide_xsave.c` if this processor's XSAVE area is larger than user-mode Linux can
+/// restore, usually because of AMX.
 fn build_wide_xsave(directory: &Path) -> Result<Option<PathBuf>> {
     // EBX is the size for the enabled features.
     if __cpuid_count(XSAVE_LEAF, 0).ebx <= FLOATING_POINT_SIZE {
@@ -191,7 +193,8 @@ fn in_load_order(directory: &Path, modules: &[&str]) -> Result<Vec<PathBuf>> {
         let mut command = Command::new("modprobe");
         command.args(["--show-depends", "-S", &version, "-d"]);
         let output = run(command.arg(place).arg(module))?;
-        // modprobe prints `insmod PATH` for each module, in order, and `builtin NAME` for one in the kernel.
+        // modprobe prints `insmod PATH` for each module, in order, and `builtin NAME` for one in
+        // the kernel.
         for line in String::from_utf8_lossy(&output.stdout).lines() {
             let Some(path) = line.strip_prefix("insmod ") else {
                 continue;

@@ -1,16 +1,18 @@
-//! Recovery on any bytes: it gives an error or a consistent store, and neither panics nor loops nor believes a length.
+//! Recovery on any bytes: it gives an error or a consistent store, and neither panics nor loops nor
+//! believes a length.
 //!
-//! `make fuzz` builds it on stable Rust and runs it for a while on the seeds in `corpus/recover`, which
-//! `WALVISOR_WRITE_CORPUS=1 cargo test -p walvisor-storage real_logs` makes anew from real logs. An input that fails is
-//! left in `storage/fuzz/artifacts`; given as the only argument it is run alone. Kept in the corpus it becomes a test
-//! (`the_corpus_recovers`).
+//! `make fuzz` builds it on stable Rust and runs it for a while on the seeds in `corpus/recover`,
+//! which `WALVISOR_WRITE_CORPUS=1 cargo test -p walvisor-storage real_logs` makes anew from real
+//! logs. An input that fails is left in `storage/fuzz/artifacts`; given as the only argument it is
+//! run alone. Kept in the corpus it becomes a test (`the_corpus_recovers`).
 #![no_main]
 
 use std::alloc::{GlobalAlloc, Layout, System};
 
 use libfuzzer_sys::fuzz_target;
 
-/// Longest allocation: a recovery reads segments through a window of 1 MiB, and those of inputs are 64 KiB.
+/// Longest allocation: a recovery reads segments through a window of 1 MiB, and those of inputs are
+/// 64 KiB.
 const LONGEST: usize = 4 << 20;
 
 /// The system's allocator, refusing what an unchecked length would ask for.

@@ -40,7 +40,8 @@ fn log_parent(log_dir: &Path) -> Result<PathBuf> {
 
 /// The open, locked control file and its contents.
 pub(crate) struct ControlFile {
-    /// The directory that contains the log directory, see [`DiskEntry::path`](crate::format::DiskEntry::path).
+    /// The directory that contains the log directory, see
+    /// [`DiskEntry::path`](crate::format::DiskEntry::path).
     pub home: PathBuf,
     pub path: PathBuf,
     pub file: Box<dyn DataFile>,
@@ -50,7 +51,8 @@ pub(crate) struct ControlFile {
 }
 
 impl ControlFile {
-    /// When the log was made, in microseconds since 1970 by the wall clock; 0 if the file system does not say.
+    /// When the log was made, in microseconds since 1970 by the wall clock; 0 if the file system
+    /// does not say.
     pub(crate) fn created_us(&self) -> u64 {
         self.file.inode().map_or(0, |inode| inode.born / 1000)
     }
@@ -80,10 +82,10 @@ impl ControlFile {
         self.write()
     }
 
-    /// Rewrites the contents that were read, to the slot they came from, and syncs it. They must be on the medium
-    /// before segments that they free are reused, and before the other slot, possibly the only valid one on the medium,
-    /// is overwritten. A sync alone is not enough: after a failed sync, the cache may hold pages that no later sync
-    /// writes.
+    /// Rewrites the contents that were read, to the slot they came from, and syncs it. They must be
+    /// on the medium before segments that they free are reused, and before the other slot, possibly
+    /// the only valid one on the medium, is overwritten. A sync alone is not enough: after a failed
+    /// sync, the cache may hold pages that no later sync writes.
     pub(crate) fn confirm(&mut self) -> Result<()> {
         if let Some(read) = &self.unconfirmed
             && !planted(Mutant::RecoveryTrustsControl)
@@ -107,8 +109,8 @@ impl ControlFile {
             .map_err(|e| Error::io("write the log's control file", &self.path, e))
     }
 
-    /// Changes the header and writes it. If the write fails, the header in memory stays unchanged too, so that a later
-    /// check of what still has to be written sees what the medium has.
+    /// Changes the header and writes it. If the write fails, the header in memory stays unchanged
+    /// too, so that a later check of what still has to be written sees what the medium has.
     pub(crate) fn update(&mut self, change: impl FnOnce(&mut ControlHeader)) -> Result<()> {
         self.change(|control| change(&mut control.header))
     }
@@ -198,9 +200,9 @@ pub(crate) fn refuse_occupied(log_dir: &Path) -> Result<()> {
 const CONTROL: &str = "control";
 const UNFINISHED_CONTROL: &str = "control.new";
 
-/// Creates the directory and a control file with the disks that `fill` adds. The file gets its name once it is
-/// complete, so a crash before that leaves nothing that looks like a log. `None`: another process has created the log
-/// in the meantime.
+/// Creates the directory and a control file with the disks that `fill` adds. The file gets its name
+/// once it is complete, so a crash before that leaves nothing that looks like a log. `None`:
+/// another process has created the log in the meantime.
 pub(crate) fn create_log(
     log_dir: &Path,
     options: &StoreOptions,
@@ -215,7 +217,8 @@ pub(crate) fn create_log(
     let (path, unfinished) = (log_dir.join(CONTROL), log_dir.join(UNFINISHED_CONTROL));
     const DOING: &str = "create the log's control file";
     let create = |error| Error::io(DOING, &path, error);
-    // If several processes create the log at once, the one that locks this file does it; the others then look again.
+    // If several processes create the log at once, the one that locks this file does it; the others
+    // then look again.
     let how = OpenMode::Kept { mode: OWNER };
     let file = lock::open_store_file(&unfinished, DOING, how, Access::Log, |_| Holder::User)?;
     if has_log(log_dir) {
@@ -273,8 +276,8 @@ pub(crate) fn create_log(
     Ok(Some(control))
 }
 
-/// Opens and locks the log in `log_dir`. If there is none, it is created with the disks that `fill` adds, and the
-/// flag is `true`.
+/// Opens and locks the log in `log_dir`. If there is none, it is created with the disks that `fill`
+/// adds, and the flag is `true`.
 pub(crate) fn open_or_create_log(
     log_dir: &Path,
     options: &StoreOptions,
@@ -290,14 +293,16 @@ pub(crate) fn open_or_create_log(
     }
 }
 
-/// The control file of a log that another process may be writing, without a lock. `None` if it can't be read.
+/// The control file of a log that another process may be writing, without a lock. `None` if it
+/// can't be read.
 pub(crate) fn read_unlocked(log_dir: &Path) -> Option<ControlFile> {
     let path = log_dir.join(CONTROL);
     let file = files().open(&path, OpenMode::Read).ok()?;
     read_control(file, path, log_parent(log_dir).ok()?).ok()
 }
 
-/// Opens, locks and reads the control file, to use the log ([`Access::Log`]) or only to look at it ([`Access::LogRead`]).
+/// Opens, locks and reads the control file, to use the log ([`Access::Log`]) or only to look at it
+/// ([`Access::LogRead`]).
 pub(crate) fn open_control(log_dir: &Path, access: Access) -> Result<ControlFile> {
     let path = log_dir.join(CONTROL);
     let holder = |_: &dyn DataFile| Holder::User;
@@ -369,8 +374,9 @@ pub(crate) fn read_control(
     }
 }
 
-/// Adds a disk to the log's table in memory, and returns its place there. It takes over its path from any other entry.
-/// The disk has no past before the LSN `newest`, that of the disks' present state.
+/// Adds a disk to the log's table in memory, and returns its place there. It takes over its path
+/// from any other entry. The disk has no past before the LSN `newest`, that of the disks' present
+/// state.
 pub(crate) fn register(
     control: &mut ControlFile,
     path: &Path,

@@ -6,19 +6,20 @@
 //!              └─ samples of its bytes ────────────────────────────────────────────┤ the disk's entry
 //!   control file ── entry: UUID, generation, next generation, inode, samples ──────┘ says
 //! ```
-//! The *generation* rises whenever a disk is opened and with each checkpoint that writes to its image, so an image
-//! older or newer than the log expects has a different one. The entry gets the next generation first, then the mark
-//! gets it, then the entry drops the old one; wherever a crash cuts this, the image is recognized. When a disk is
-//! opened, the generation rises by a random step, so that two copies of a disk that were both used never have the same
-//! one.
+//! The *generation* rises whenever a disk is opened and with each checkpoint that writes to its
+//! image, so an image older or newer than the log expects has a different one. The entry gets the
+//! next generation first, then the mark gets it, then the entry drops the old one; wherever a crash
+//! cuts this, the image is recognized. When a disk is opened, the generation rises by a random
+//! step, so that two copies of a disk that were both used never have the same one.
 //!
-//! A disk with records in the log accepts only its own image. A disk without records accepts any image of its size
-//! at its path, since other programs may write to a closed image, or replace it.
+//! A disk with records in the log accepts only its own image. A disk without records accepts any
+//! image of its size at its path, since other programs may write to a closed image, or replace it.
 //!
-//! A disk's past depends on its image too: snapshots read from it whatever is not in their saved files. So an image
-//! that is not the disk's own, or that others have written to, ends the past, see [`Control::end_past`]. Samples and
-//! the time of the last write reveal such a write. Not noticed are a write that misses the samples and restores the
-//! time, and a write into a copy with the image's mark, because a copy may have any time.
+//! A disk's past depends on its image too: snapshots read from it whatever is not in their saved
+//! files. So an image that is not the disk's own, or that others have written to, ends the past,
+//! see [`Control::end_past`]. Samples and the time of the last write reveal such a write. Not
+//! noticed are a write that misses the samples and restores the time, and a write into a copy with
+//! the image's mark, because a copy may have any time.
 
 use std::os::unix::ffi::OsStrExt;
 use std::path::{Path, PathBuf};
@@ -54,8 +55,8 @@ impl Identity {
 }
 
 impl DiskEntry {
-    /// Whether the image with this identity is the disk's own, at the generation that the log expects. `at_path`: the
-    /// image is at the path in the entry.
+    /// Whether the image with this identity is the disk's own, at the generation that the log
+    /// expects. `at_path`: the image is at the path in the entry.
     pub(crate) fn is_image(&self, image: &Identity, at_path: bool) -> bool {
         match &image.mark {
             Some(mark) => {
@@ -66,7 +67,8 @@ impl DiskEntry {
         }
     }
 
-    /// Whether this is the file that was the disk's image. `at_path`: the file is at the path in the entry.
+    /// Whether this is the file that was the disk's image. `at_path`: the file is at the path in
+    /// the entry.
     pub(crate) fn is_file(&self, inode: &Inode, at_path: bool) -> bool {
         // The device number may change at boot, so a matching path counts as well.
         self.inode.get() != 0
@@ -81,8 +83,8 @@ impl DiskEntry {
         self.born = U64::new(inode.born);
     }
 
-    /// Announces a new generation, `step` above the highest so far. Until [`settle`](Self::settle), the mark may have
-    /// the old or the new one.
+    /// Announces a new generation, `step` above the highest so far. Until [`settle`](Self::settle),
+    /// the mark may have the old or the new one.
     pub(crate) fn announce(&mut self, step: u64) {
         let newest = self.generation.get().max(self.next_generation.get());
         self.next_generation = U64::new(newest + step);
@@ -93,8 +95,8 @@ impl DiskEntry {
         self.generation = self.next_generation;
     }
 
-    /// Samples the image as it is now: its first and last block, and two parts that were just written (byte offset and
-    /// length). A part that can't be read gets no sample.
+    /// Samples the image as it is now: its first and last block, and two parts that were just
+    /// written (byte offset and length). A part that can't be read gets no sample.
     pub(crate) fn take_samples(&mut self, base: &dyn DataFile, written: [Option<(u64, u64)>; 2]) {
         let (size, block) = (self.size.get(), BLOCK as u64);
         let last = size.saturating_sub(block);
@@ -164,7 +166,8 @@ impl DiskEntry {
         Ok(true)
     }
 
-    /// The image's path, empty if it has none. `home` is the directory that contains the log directory.
+    /// The image's path, empty if it has none. `home` is the directory that contains the log
+    /// directory.
     pub(crate) fn path(&self, home: &Path) -> PathBuf {
         let len = usize::from(self.path_len.get()).min(self.path.len());
         match len {
@@ -221,8 +224,8 @@ impl Control {
         self.image(disk_id).map_or(0, |image| image.since_lsn.get())
     }
 
-    /// Records when the log last wrote to a disk's image. If there is no room, the time is unknown, as in the slot of
-    /// an older program.
+    /// Records when the log last wrote to a disk's image. If there is no room, the time is unknown,
+    /// as in the slot of an older program.
     pub(crate) fn set_written(&mut self, disk_id: u32, written: u64) {
         if let Some(image) = self.image_mut(disk_id) {
             image.written = U64::new(written);
@@ -276,8 +279,9 @@ impl Control {
         }
     }
 
-    /// The disk's image is no longer the one of its past up to LSN `newest`. Returns the snapshots that are lost for
-    /// this disk. The new state needs an LSN of its own, so that a snapshot of it is not taken for one of the past.
+    /// The disk's image is no longer the one of its past up to LSN `newest`. Returns the snapshots
+    /// that are lost for this disk. The new state needs an LSN of its own, so that a snapshot of it
+    /// is not taken for one of the past.
     ///
     /// # Errors
     /// If there is no room for the entry.
@@ -319,8 +323,8 @@ fn crc_at(base: &dyn DataFile, offset: u64, len: usize) -> std::io::Result<u32> 
     Ok(crc32c::crc32c(&buffer[..len]))
 }
 
-/// Two parts of a layer to sample, by byte offset and length. Prefers written bytes to zeroes, which the image may have
-/// had before.
+/// Two parts of a layer to sample, by byte offset and length. Prefers written bytes to zeroes,
+/// which the image may have had before.
 pub(crate) fn written_parts(layer: &ExtentMap) -> [Option<(u64, u64)>; 2] {
     let part = |piece: Piece| (piece.sector * SECTOR_SIZE, piece.sectors * SECTOR_SIZE);
     let bytes = |piece: &Piece| !matches!(piece.place, Some(Place::Zero { .. }));

@@ -1,8 +1,8 @@
 //! Which log an image belongs to: the attribute `user.walvisor.log`, beside the image's mark.
 //!
-//! The mark decides which log accepts an image. This only lets a command that was given no log, or the wrong one, name
-//! the right one before it makes a second log or gives up what the first one holds. So a lost or outdated attribute
-//! does no harm, and failing to write one is no error.
+//! The mark decides which log accepts an image. This only lets a command that was given no log, or
+//! the wrong one, name the right one before it makes a second log or gives up what the first one
+//! holds. So a lost or outdated attribute does no harm, and failing to write one is no error.
 
 use std::ffi::OsStr;
 use std::os::unix::ffi::OsStrExt;
@@ -17,8 +17,8 @@ use crate::medium::filesystem::{OpenMode, files, parent};
 use crate::medium::host;
 use crate::medium::mark::{hex, parse_uuid};
 
-/// The extended attribute: the log's UUID, a space, and the log's directory, relative to the image's directory if it
-/// is below that.
+/// The extended attribute: the log's UUID, a space, and the log's directory, relative to the
+/// image's directory if it is below that.
 const ATTRIBUTE: &str = "user.walvisor.log";
 
 /// The log that an image names.
@@ -92,8 +92,8 @@ impl LogLocation {
     }
 }
 
-/// Refuses to use the image at `path` with the log in `log_dir` if it names another log, which has it. Locks nothing, so
-/// it answers at once about an image in use.
+/// Refuses to use the image at `path` with the log in `log_dir` if it names another log, which has
+/// it. Locks nothing, so it answers at once about an image in use.
 ///
 /// # Errors
 /// [`ErrorKind::WrongLog`], which names the log.

@@ -17,8 +17,8 @@ const LEAST_OTHERS: u64 = 4;
 
 /// How much history a log keeps. Any state within it can be looked at and restored.
 ///
-/// The base images lag behind by as much. History takes room in the log; when the log is full, the oldest history goes
-/// first.
+/// The base images lag behind by as much. History takes room in the log; when the log is full, the
+/// oldest history goes first.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Retention {
     /// None: the log is copied to the base images when half of it is in use, and when it is closed.

@@ -5,13 +5,15 @@
 //!         └────┤ └─ void ──┘   │  └─ newer records
 //!              └───────────────┘ the disk as of 10 is the disk as of 5
 //! ```
-//! A rewind moves no bytes and writes no record: an entry in the control file says that the disk at LSN *at* is what it
-//! was at LSN *to*. So the state at a point is that of the newest rewind up to it, plus the records after that. States
-//! between *to* and *at* can still be seen, and a rewind to one of them undoes this one.
+//! A rewind moves no bytes and writes no record: an entry in the control file says that the disk at
+//! LSN *at* is what it was at LSN *to*. So the state at a point is that of the newest rewind up to
+//! it, plus the records after that. States between *to* and *at* can still be seen, and a rewind to
+//! one of them undoes this one.
 //!
-//! The base images never stop between the *to* and the *at* of any disk, see [`Control::splits_rewind`]. So the records
-//! in the base images are always a prefix of those in the present state, and a copy only needs to know which records
-//! count now. Once the base images are at *at*, the entry is dropped.
+//! The base images never stop between the *to* and the *at* of any disk, see
+//! [`Control::splits_rewind`]. So the records in the base images are always a prefix of those in
+//! the present state, and a copy only needs to know which records count now. Once the base images
+//! are at *at*, the entry is dropped.
 
 use std::collections::HashMap;
 use std::ops::RangeInclusive;
@@ -30,7 +32,8 @@ pub(crate) struct Timeline {
 }
 
 impl Timeline {
-    /// The timeline of a disk up to LSN `until`. Its records up to `applied` are in the base image or were discarded.
+    /// The timeline of a disk up to LSN `until`. Its records up to `applied` are in the base image
+    /// or were discarded.
     pub(crate) fn new<'a>(
         rewinds: impl DoubleEndedIterator<Item = &'a RewindEntry>,
         applied: u64,
@@ -105,21 +108,22 @@ impl Control {
         }
     }
 
-    /// True if no rewind leads from `to` to before `from`: the disk at `to` is the disk at `from` plus the records
-    /// between.
+    /// True if no rewind leads from `to` to before `from`: the disk at `to` is the disk at `from`
+    /// plus the records between.
     pub(crate) fn is_continuous(&self, disk_id: u32, from: u64, to: u64) -> bool {
         let timeline = |until| self.timeline(disk_id, until);
         self.since(disk_id) <= from && from <= to && timeline(from).leads_to(&timeline(to), from)
     }
 
-    /// The LSN of the last rewind that directly follows the record with this LSN, or the LSN itself if none does. The
-    /// record is the last one up to the checkpoint LSN, or a newer one: rewinds that the base images have passed count
-    /// too.
+    /// The LSN of the last rewind that directly follows the record with this LSN, or the LSN itself
+    /// if none does. The record is the last one up to the checkpoint LSN, or a newer one: rewinds
+    /// that the base images have passed count too.
     pub(crate) fn with_rewinds(&self, lsn: u64) -> u64 {
         self.with_rewinds_until(lsn.max(self.header.checkpoint_lsn.get()), u64::MAX)
     }
 
-    /// As [`with_rewinds`](Self::with_rewinds), for rewinds up to a time, in microseconds since 1970.
+    /// As [`with_rewinds`](Self::with_rewinds), for rewinds up to a time, in microseconds
+    /// since 1970.
     pub(crate) fn with_rewinds_until(&self, lsn: u64, unix_us: u64) -> u64 {
         let next = |lsn: u64, rewind: &RewindEntry| match rewind.at.get() == lsn + 1 {
             true if rewind.unix_us.get() <= unix_us => lsn + 1,
@@ -152,8 +156,8 @@ impl Control {
         self.rewinds.retain(|rewind| rewind.at.get() > lsn);
     }
 
-    /// Takes an LSN for an event of a disk that is not a record, by a rewind to the disk's present state. `last`: the
-    /// newest LSN of a record or rewind. Returns the LSN.
+    /// Takes an LSN for an event of a disk that is not a record, by a rewind to the disk's present
+    /// state. `last`: the newest LSN of a record or rewind. Returns the LSN.
     ///
     /// # Errors
     /// If there is no room for another.
@@ -162,7 +166,8 @@ impl Control {
         self.rewind(disk_id, last, last, unix_us.max(before))
     }
 
-    /// Adds a rewind of a disk to LSN `to`. `last`: the newest LSN of a record or rewind. Returns the rewind's own LSN.
+    /// Adds a rewind of a disk to LSN `to`. `last`: the newest LSN of a record or rewind. Returns
+    /// the rewind's own LSN.
     ///
     /// # Errors
     /// If there is no room for another.

@@ -16,12 +16,13 @@ use crate::mutant::{Mutant, planted};
 #[derive(Clone, Copy, PartialEq, Eq, Hash)]
 pub struct SnapshotName([u8; 64]);
 
-/// How the names of snapshots begin that hold a point for an export. Nobody can give such a name: it has a colon.
+/// How the names of snapshots begin that hold a point for an export. Nobody can give such a name:
+/// it has a colon.
 const EXPORT: &[u8] = b"export:";
 
 impl SnapshotName {
-    /// A new name for the snapshot that holds a point while it is exported. Such a snapshot lasts no longer than the
-    /// process, and is shown to nobody.
+    /// A new name for the snapshot that holds a point while it is exported. Such a snapshot lasts
+    /// no longer than the process, and is shown to nobody.
     pub(crate) fn of_export(number: u64) -> Self {
         let mut name = [0; 64];
         name[..EXPORT.len()].copy_from_slice(EXPORT);
@@ -86,8 +87,8 @@ pub struct Snapshot {
     pub unix_us: u64,
     /// The number of its only disk, as in `log dump`; `None`: all disks of the log.
     pub disk_id: Option<u32>,
-    /// Bytes of its saved files, which hold what the base images had at the snapshot and no longer have. 0: they have
-    /// not moved past it.
+    /// Bytes of its saved files, which hold what the base images had at the snapshot and no longer
+    /// have. 0: they have not moved past it.
     pub saved_bytes: u64,
 }
 
@@ -116,8 +117,8 @@ impl Snapshot {
         snapshots.collect()
     }
 
-    /// The snapshots between the two points of a restore in place, oldest first. The base images can't stop at them, so
-    /// what they need stays in the log.
+    /// The snapshots between the two points of a restore in place, oldest first. The base images
+    /// can't stop at them, so what they need stays in the log.
     pub(crate) fn inside_rewinds(control: &Control) -> Vec<Self> {
         let mut all = Self::all(control);
         all.retain(|snapshot| control.splits_rewind(snapshot.lsn));
@@ -132,8 +133,8 @@ impl Snapshot {
     /// Adds the snapshot to a log.
     ///
     /// # Errors
-    /// [`ErrorKind::AlreadyExists`] if there is one of this name; [`ErrorKind::InvalidInput`] if there is no room for
-    /// another.
+    /// [`ErrorKind::AlreadyExists`] if there is one of this name; [`ErrorKind::InvalidInput`] if
+    /// there is no room for another.
     pub(crate) fn add(&self, control: &mut Control) -> Result<()> {
         let name = self.name;
         if control.snapshots.iter().any(|entry| entry.name == name.0) {
@@ -188,7 +189,8 @@ impl Snapshot {
         Ok(())
     }
 
-    /// Removes the snapshots that hold points for exports: their process is gone, or closes the log.
+    /// Removes the snapshots that hold points for exports: their process is gone, or closes the
+    /// log.
     pub(crate) fn remove_exports(control: &mut Control) -> Result<()> {
         let all = Self::all(control).into_iter();
         let mut exports = all.filter(|snapshot| snapshot.name.is_of_export());
@@ -205,7 +207,8 @@ impl Snapshot {
             .ok_or_else(|| Self::unknown(name, control))
     }
 
-    /// Refuses a change that the log's snapshots would not survive. `what`: what it would do to the disk at `path`.
+    /// Refuses a change that the log's snapshots would not survive. `what`: what it would do to the
+    /// disk at `path`.
     ///
     /// # Errors
     /// [`ErrorKind::InvalidInput`] if there are snapshots.
@@ -250,7 +253,8 @@ impl Control {
         snapshot.map_or(0, |snapshot| snapshot.saved.get())
     }
 
-    /// Whether there are saved files of a disk at this LSN. A snapshot of another disk only has none.
+    /// Whether there are saved files of a disk at this LSN. A snapshot of another disk only has
+    /// none.
     pub(crate) fn has_saved(&self, lsn: u64, disk_id: u32) -> bool {
         let mut snapshots = self.snapshots.iter();
         snapshots.any(|entry| entry.lsn == lsn && entry.saved > 0 && entry.has(disk_id))

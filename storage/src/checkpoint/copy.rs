@@ -4,11 +4,12 @@
 //!   frozen layers ──▶ runs and stripes ──▶ reads ──▶ one write a run ──▶ base images ──▶ sync
 //!   (by sector)       (`runs.rs`)          (of the log; many runs in flight, see `pace.rs`)
 //! ```
-//! A layer's extents are disjoint, and so are runs. Many are in flight and end in any order, as MariaDB's replicas
-//! apply the transactions of one commit group in parallel. The order of the records is already settled: a layer has
-//! only the newest extent of each sector.
+//! A layer's extents are disjoint, and so are runs. Many are in flight and end in any order, as
+//! MariaDB's replicas apply the transactions of one commit group in parallel. The order of the
+//! records is already settled: a layer has only the newest extent of each sector.
 //!
-//! If many small parts of a segment are needed, they are read through the page cache, see [`Readahead`].
+//! If many small parts of a segment are needed, they are read through the page cache, see
+//! [`Readahead`].
 
 use std::collections::{HashMap, VecDeque};
 use std::io;
@@ -108,7 +109,8 @@ impl RunPart {
     }
 }
 
-/// A disk's extents that could not be copied because they are damaged in the log, and the first error.
+/// A disk's extents that could not be copied because they are damaged in the log, and the first
+/// error.
 pub(crate) struct DamagedExtents {
     pub disk: Arc<DiskState>,
     pub layer: ExtentMap,
@@ -244,8 +246,8 @@ pub(crate) enum CopyOutcome {
     /// what is of disks whose images failed: of that, any part may be copied, and nothing is known
     /// to be durable.
     Complete(Vec<DamagedExtents>),
-    /// The time limit ran out. Parts of the layers may be copied, nothing is in flight, and the images are neither
-    /// marked nor synced. The damaged extents are those found so far.
+    /// The time limit ran out. Parts of the layers may be copied, nothing is in flight, and the
+    /// images are neither marked nor synced. The damaged extents are those found so far.
     TimeUp(Vec<DamagedExtents>),
 }
 
@@ -503,8 +505,8 @@ impl<'a, R: Iterator<Item = (&'a Arc<DiskState>, Run)>> Copier<'a, R> {
         self.flights.is_empty() && (last || self.cut || self.failed.is_some())
     }
 
-    /// Starts as many runs as the pace allows, and handles operations that have ended. Returns whether there was
-    /// anything to do. Does not wait.
+    /// Starts as many runs as the pace allows, and handles operations that have ended. Returns
+    /// whether there was anything to do. Does not wait.
     fn advance(&mut self, over: &mut impl FnMut() -> bool) -> bool {
         let most = self.pace.max_runs(self.log, self.done);
         self.away = sync::now() - self.looked > AWAY;
@@ -703,7 +705,8 @@ impl<'a, R: Iterator<Item = (&'a Arc<DiskState>, Run)>> Copier<'a, R> {
         counters.base_writes.fetch_add(1, Ordering::Relaxed);
     }
 
-    /// Queues a stripe of `bytes` bytes again: as stripes of the usual size if it was longer, else as separate runs.
+    /// Queues a stripe of `bytes` bytes again: as stripes of the usual size if it was longer, else
+    /// as separate runs.
     fn split(&mut self, disk: &'a Arc<DiskState>, parts: Vec<Piece>, bytes: usize) {
         let usual = MediumCost::USUAL.largest;
         let medium = MediumCost {
@@ -837,8 +840,8 @@ fn save(disk: &DiskState, range: Range<u64>) -> u64 {
     }
 }
 
-/// The last range of a base image found to have no holes. A copy asks for each stripe, and some file systems search
-/// block by block, or extent by extent, up to the next hole.
+/// The last range of a base image found to have no holes. A copy asks for each stripe, and some
+/// file systems search block by block, or extent by extent, up to the next hole.
 #[derive(Default)]
 struct KnownData {
     disk_id: u32,
@@ -878,8 +881,8 @@ mod tests {
     use super::*;
     use crate::{DiskOptions, Store, StoreOptions, create_disk};
 
-    /// A stripe of 1 MiB with a hole in one quarter: the other quarters stay stripes, and in the hole only the written
-    /// blocks are allocated.
+    /// A stripe of 1 MiB with a hole in one quarter: the other quarters stay stripes, and in the
+    /// hole only the written blocks are allocated.
     #[test]
     fn a_stripe_with_a_hole_is_split_where_the_hole_is() {
         const MIB: usize = 1 << 20;

@@ -1,15 +1,16 @@
 //! The pace of a checkpoint, and how far it lets the log grow meanwhile.
 //!
-//! A checkpoint without `hurry` takes its time, because it shares the medium with syncs that clients wait for. Its
-//! progress is compared with how much of the log's room was used since it began. While the log grows and the copy is
-//! ahead, no run is in flight; while the log does not grow, a few; if the log would otherwise fill up before the copy
-//! ends, many. If even that is too slow, writers wait, but never for the whole copy: the log may grow in step with the
-//! copy's progress, so writers are as fast as the copy.
+//! A checkpoint without `hurry` takes its time, because it shares the medium with syncs that
+//! clients wait for. Its progress is compared with how much of the log's room was used since it
+//! began. While the log grows and the copy is ahead, no run is in flight; while the log does not
+//! grow, a few; if the log would otherwise fill up before the copy ends, many. If even that is too
+//! slow, writers wait, but never for the whole copy: the log may grow in step with the copy's
+//! progress, so writers are as fast as the copy.
 //!
-//! A guest's read, or the sync for a FLUSH, queues behind everything the copy has in flight. So the copy keeps less in
-//! flight while guests flush, and little while they read, even if it is late: writers wait a little longer, readers a
-//! lot less. It also never has more in flight than the medium does in a few milliseconds, so on a slow medium only a
-//! few runs.
+//! A guest's read, or the sync for a FLUSH, queues behind everything the copy has in flight. So the
+//! copy keeps less in flight while guests flush, and little while they read, even if it is late:
+//! writers wait a little longer, readers a lot less. It also never has more in flight than the
+//! medium does in a few milliseconds, so on a slow medium only a few runs.
 
 use std::time::{Duration, Instant};
 
@@ -17,24 +18,27 @@ use crate::log::state::{Log, LogState};
 use crate::sync;
 use crate::sync::atomic::Ordering;
 
-/// Most runs in flight: in general, while guests flush, while they read, and while the copy is in no hurry.
+/// Most runs in flight: in general, while guests flush, while they read, and while the copy is in
+/// no hurry.
 pub(crate) const IN_FLIGHT_RUNS: usize = 256;
 const RUNS_BESIDE_FLUSHES: usize = 64;
 const RUNS_BESIDE_READS: usize = 8;
 const UNHURRIED_RUNS: usize = 2;
-/// Cap on queued copy I/O, as time on the medium; lower while guests flush, because they wait behind it.
+/// Cap on queued copy I/O, as time on the medium; lower while guests flush, because they wait
+/// behind it.
 const QUEUE: Duration = Duration::from_millis(12);
 const QUEUE_BESIDE_FLUSHES: Duration = Duration::from_millis(6);
 /// If the log has not grown for this long, background work disturbs no writer.
 const QUIET: Duration = Duration::from_millis(50);
 /// If there was no read or FLUSH for this long, the copy disturbs none.
 const STILL: Duration = Duration::from_millis(5);
-/// A copy behind schedule by this share of its work runs at full speed; with less lag, proportionally slower.
+/// A copy behind schedule by this share of its work runs at full speed; with less lag,
+/// proportionally slower.
 const WORST_LAG: f64 = 0.125;
 /// The share of the room that may be used up by the time everything is copied.
 const USABLE_SHARE: f64 = 0.7;
-/// The share of the room that writers get when a copy starts. They get the rest in step with its progress, except for
-/// the last share, which covers the copy's last runs and syncs.
+/// The share of the room that writers get when a copy starts. They get the rest in step with its
+/// progress, except for the last share, which covers the copy's last runs and syncs.
 const FREE_SHARE: f64 = 0.125;
 const LAST_SHARE: f64 = 0.125;
 /// Room is released in steps of this size, because each step wakes the waiting writers.
@@ -100,8 +104,8 @@ pub(crate) struct CopyPace {
 }
 
 impl CopyPace {
-    /// A copy that begins now. `hurry`: a caller is waiting for it. Until its work is known, writers get only the first
-    /// share of the room.
+    /// A copy that begins now. `hurry`: a caller is waiting for it. Until its work is known,
+    /// writers get only the first share of the room.
     pub(crate) fn new(log: &Log, state: &mut LogState, hurry: bool) -> Self {
         let (end, index) = (state.ring.end(), log.counters.index.bytes());
         // One segment is the keeper's.
@@ -134,7 +138,8 @@ impl CopyPace {
         self.queue
     }
 
-    /// Sets the work that is left: the cost of the copy, and of saving before it, if that comes next.
+    /// Sets the work that is left: the cost of the copy, and of saving before it, if that comes
+    /// next.
     pub(crate) fn plan(&mut self, work: u64) {
         self.work = self.saved + work.max(1);
     }
@@ -159,7 +164,8 @@ impl CopyPace {
         Some(self.allowed)
     }
 
-    /// How many runs may be in flight once `done` of the saving or of the copy is done. Also releases room in the log.
+    /// How many runs may be in flight once `done` of the saving or of the copy is done. Also
+    /// releases room in the log.
     pub(crate) fn max_runs(&mut self, log: &Log, done: u64) -> usize {
         let done = self.saved + done;
         let mut state = log.lock();
@@ -204,7 +210,8 @@ mod tests {
     use super::*;
     use crate::{DiskOptions, Operation, Store, StoreOptions, create_disk};
 
-    /// The limit on the log's growth rises with the progress of the copy, and goes away with its end.
+    /// The limit on the log's growth rises with the progress of the copy, and goes away with its
+    /// end.
     #[test]
     fn writers_get_room_in_step_with_the_copy() {
         let dir = tempfile::tempdir().unwrap();

@@ -10,15 +10,17 @@ use crate::medium::segment::LONG_STEP;
 use crate::mutant::{Mutant, planted};
 use crate::sync;
 
-/// While the log grows and nothing is being copied, the keeper pauses after each step of making a segment: this many
-/// times as long as the step took, at most `LONGEST_PAUSE`. Without pauses, making a segment would delay the log's
-/// syncs. A copy delays them more anyway, and has to wait for the segment.
+/// While the log grows and nothing is being copied, the keeper pauses after each step of making a
+/// segment: this many times as long as the step took, at most `LONGEST_PAUSE`. Without pauses,
+/// making a segment would delay the log's syncs. A copy delays them more anyway, and has to wait
+/// for the segment.
 const PAUSE_FACTOR: u32 = 2;
 const LONGEST_PAUSE: Duration = Duration::from_millis(10);
 
 impl Log {
-    /// Makes the next segment file if too few are ready. `copies`: a copy is running. `meanwhile` is called between the
-    /// steps, unless no segment is ready: writers then wait, or soon will, so nothing else should use the medium.
+    /// Makes the next segment file if too few are ready. `copies`: a copy is running. `meanwhile`
+    /// is called between the steps, unless no segment is ready: writers then wait, or soon will, so
+    /// nothing else should use the medium.
     pub(crate) fn preallocate_segment(
         &self,
         copies: bool,
@@ -35,8 +37,8 @@ impl Log {
             state.ring.ready_bytes(),
         );
         let mut log_activity = ActivityMeter::of_log(began);
-        // Fast writers get half of what is ready at once, and the rest in step with the file. Otherwise they would use
-        // it up, then stall until the file is done.
+        // Fast writers get half of what is ready at once, and the rest in step with the file.
+        // Otherwise they would use it up, then stall until the file is done.
         let mut steps = 0;
         let mut progress = move || {
             steps += 1;
@@ -85,8 +87,8 @@ impl Log {
         Ok(())
     }
 
-    /// Opens the page-cache descriptors of the segments that come next: the threads that write to them may not be
-    /// allowed to open files.
+    /// Opens the page-cache descriptors of the segments that come next: the threads that write to
+    /// them may not be allowed to open files.
     pub(crate) fn prepare_caches(&self) {
         let state = self.lock();
         let unprepared = state.ring.ready().filter(|segment| !segment.has_cache());

@@ -1,10 +1,11 @@
 //! Segments that a checkpoint reads through the kernel's page cache.
 //!
-//! A checkpoint walks the base image in sector order, but the bytes are scattered over the log. Read one by one, each
-//! block would cost the medium a request and delay other threads' syncs. So a segment with many small parts to copy is
-//! read once from front to back, and its parts then come from memory. If the kernel needs the memory, it drops pages
-//! and rereads a part when it is needed. Much of a segment may be cached already, from when it was written. The pages
-//! are freed when the segment is recycled.
+//! A checkpoint walks the base image in sector order, but the bytes are scattered over the log.
+//! Read one by one, each block would cost the medium a request and delay other threads' syncs. So a
+//! segment with many small parts to copy is read once from front to back, and its parts then come
+//! from memory. If the kernel needs the memory, it drops pages and rereads a part when it is
+//! needed. Much of a segment may be cached already, from when it was written. The pages are freed
+//! when the segment is recycled.
 
 use std::collections::{HashMap, VecDeque};
 
@@ -15,7 +16,8 @@ use crate::sync::Arc;
 
 /// One request for a part takes the medium as long as this many consecutive bytes.
 const WORTH: u64 = 64 << 10;
-/// Reads in flight when in a hurry: enough to keep the medium busy, and all that a guest's request has to wait for.
+/// Reads in flight when in a hurry: enough to keep the medium busy, and all that a guest's request
+/// has to wait for.
 const STEPS_IN_HASTE: usize = 4;
 
 /// See the module's documentation.
@@ -52,8 +54,9 @@ impl Readahead {
         self.segments.len() as u64 * self.segment_size
     }
 
-    /// Reads the segments in steps of `step` bytes. Calls `next` before each, with the number of bytes read so far. On
-    /// `Some(true)` one step is in flight at a time, on `Some(false)` a few; `None` ends the reading.
+    /// Reads the segments in steps of `step` bytes. Calls `next` before each, with the number of
+    /// bytes read so far. On `Some(true)` one step is in flight at a time, on `Some(false)` a few;
+    /// `None` ends the reading.
     pub(crate) fn read(&self, step: u64, mut next: impl FnMut(u64) -> Option<bool>) {
         let (mut done, mut under_way) = (0, VecDeque::new());
         for file in self
@@ -140,8 +143,8 @@ mod tests {
         }
     }
 
-    /// More blocks than are read one by one, scattered and some written twice: the base image gets the newest version
-    /// of each.
+    /// More blocks than are read one by one, scattered and some written twice: the base image gets
+    /// the newest version of each.
     #[test]
     fn a_checkpoint_of_many_small_writes_copies_each() {
         checkpoint_many_small_writes(Duration::ZERO, |_| {});

@@ -5,9 +5,10 @@
 //!   runs      ── ─  ── ─   ───      one write each
 //!   stripe    ────────────────      one read of the image, which fills the gaps, and one write
 //! ```
-//! An operation takes a medium some time, however few its bytes; many cloud volumes even meter operations, of up to 256
-//! KiB or more each. So where runs lie close together, the bytes between them are read and written back along with
-//! them. That is safe: those bytes do not change, whatever a crash tears.
+//! An operation takes a medium some time, however few its bytes; many cloud volumes even meter
+//! operations, of up to 256 KiB or more each. So where runs lie close together, the bytes between
+//! them are read and written back along with them. That is safe: those bytes do not change,
+//! whatever a crash tears.
 
 use std::collections::VecDeque;
 use std::iter::Peekable;
@@ -51,8 +52,8 @@ impl Run {
         }
     }
 
-    /// The time it takes the medium, expressed as bytes that the medium moves in that time. `operation`: the same for
-    /// an operation without any bytes.
+    /// The time it takes the medium, expressed as bytes that the medium moves in that time.
+    /// `operation`: the same for an operation without any bytes.
     pub(crate) fn cost(&self, operation: u64) -> u64 {
         let bytes = self.sectors() * SECTOR_SIZE;
         match self {
@@ -267,7 +268,8 @@ mod tests {
         }
     }
 
-    /// Otherwise a copy with one long discard would seem far ahead of schedule, and wait until the log is full.
+    /// Otherwise a copy with one long discard would seem far ahead of schedule, and wait until the
+    /// log is full.
     #[test]
     fn a_long_discard_is_little_work() {
         let cost = |piece| {
@@ -328,7 +330,8 @@ mod tests {
     }
 
     proptest! {
-        /// For any extents, the runs cover all of them in order; no run is too long, and no two could be joined.
+        /// For any extents, the runs cover all of them in order; no run is too long, and no two
+        /// could be joined.
         #[test]
         fn runs_are_the_extents_joined_and_cut(
             extents in prop::collection::vec((0u64..3, 1..2 * LARGEST / SECTOR_SIZE, 0u8..4), 1..40),

@@ -79,18 +79,20 @@ impl Disk {
         Ok(newest)
     }
 
-    /// Makes a snapshot of the present state of all disks of the log, including everything written so far, while
-    /// requests go on. The log keeps what the snapshot needs until it is [deleted](Self::delete_snapshot).
+    /// Makes a snapshot of the present state of all disks of the log, including everything written
+    /// so far, while requests go on. The log keeps what the snapshot needs until it is
+    /// [deleted](Self::delete_snapshot).
     ///
     /// # Errors
-    /// [`ErrorKind::AlreadyExists`](crate::ErrorKind) if there is a snapshot of this name. Fails too if the log has no
-    /// room for another snapshot, had failed, is being closed, or can't be written. On failure there is no new
-    /// snapshot.
+    /// [`ErrorKind::AlreadyExists`](crate::ErrorKind) if there is a snapshot of this name. Fails
+    /// too if the log has no room for another snapshot, had failed, is being closed, or can't be
+    /// written. On failure there is no new snapshot.
     pub fn snapshot(&self, name: SnapshotName) -> Result<Snapshot> {
         self.make_snapshot(name, None)
     }
 
-    /// As [`snapshot`](Self::snapshot), of this disk only: the log keeps nothing of its other disks for it.
+    /// As [`snapshot`](Self::snapshot), of this disk only: the log keeps nothing of its other disks
+    /// for it.
     ///
     /// # Errors
     /// As [`snapshot`](Self::snapshot).
@@ -109,11 +111,12 @@ impl Disk {
         })
     }
 
-    /// Deletes a snapshot of the log. What only it needed is copied to the base images or overwritten in due course.
+    /// Deletes a snapshot of the log. What only it needed is copied to the base images or
+    /// overwritten in due course.
     ///
     /// # Errors
-    /// [`ErrorKind::NotFound`](crate::ErrorKind) if there is none of this name; or the log is being closed or can't be
-    /// written.
+    /// [`ErrorKind::NotFound`](crate::ErrorKind) if there is none of this name; or the log is being
+    /// closed or can't be written.
     pub fn delete_snapshot(&self, name: SnapshotName) -> Result<()> {
         self.log.order(KeeperTask::DeleteSnapshot(name))
     }
@@ -123,11 +126,13 @@ impl Disk {
         self.log.lock().keeper.listed_snapshots()
     }
 
-    /// Writes a mark into the log, now. It is durable when this returns, changes no disk, and is kept as long as the
-    /// history around it. Returns its position; its `lsn` is a point like any other.
+    /// Writes a mark into the log, now. It is durable when this returns, changes no disk, and is
+    /// kept as long as the history around it. Returns its position; its `lsn` is a point like any
+    /// other.
     ///
     /// # Errors
-    /// [`ErrorKind::Io`](crate::ErrorKind) if the log is open for reading only, had failed, is full, or is being closed.
+    /// [`ErrorKind::Io`](crate::ErrorKind) if the log is open for reading only, had failed, is
+    /// full, or is being closed.
     pub fn mark(&self, text: &MarkText) -> Result<Commit> {
         let state = self.log.lock();
         if state.keeper.gone {
@@ -165,23 +170,25 @@ impl Disk {
         LogHistory::of(&self.log)
     }
 
-    /// Opens the disk as it was at a point in its history, or as it is now, while it is in use. The look has the disk's
-    /// present size. For [`Newest`](Point::Newest), it includes everything that completed before the call. `scratch`:
-    /// as for [`Look::open`].
+    /// Opens the disk as it was at a point in its history, or as it is now, while it is in use. The
+    /// look has the disk's present size. For [`Newest`](Point::Newest), it includes everything that
+    /// completed before the call. `scratch`: as for [`Look::open`].
     ///
-    /// While a look is open, nothing is copied to the log's base images, whether or not the log keeps history. A log
-    /// that is full of what looks need fails writes, with the reason, or makes them wait
-    /// ([`FullLogPolicy`](crate::FullLogPolicy)), until a look is dropped. A running copy ends before the look opens.
-    /// Drop looks before closing the store; otherwise their records stay in the log, and the disk stays locked.
+    /// While a look is open, nothing is copied to the log's base images, whether or not the log
+    /// keeps history. A log that is full of what looks need fails writes, with the reason, or makes
+    /// them wait ([`FullLogPolicy`](crate::FullLogPolicy)), until a look is dropped. A running copy
+    /// ends before the look opens. Drop looks before closing the store; otherwise their records
+    /// stay in the log, and the disk stays locked.
     ///
     /// The extents of all looks of a log, plus what it keeps in memory for snapshots, may take
-    /// [`StoreOptions::index_memory`](crate::StoreOptions::index_memory) bytes in addition to the index, or 1 MiB if
-    /// that is more.
+    /// [`StoreOptions::index_memory`](crate::StoreOptions::index_memory) bytes in addition to the
+    /// index, or 1 MiB if that is more.
     ///
     /// # Errors
-    /// As [`restore_disk`](crate::restore_disk), for the point; or the look would take more memory than that
-    /// ([`ErrorKind::InvalidInput`](crate::ErrorKind::InvalidInput)); or the disk has left the log, or the log had failed, is being
-    /// closed, is open for reading only, or has records that can't be read.
+    /// As [`restore_disk`](crate::restore_disk), for the point; or the look would take more memory
+    /// than that ([`ErrorKind::InvalidInput`](crate::ErrorKind::InvalidInput)); or the disk has
+    /// left the log, or the log had failed, is being closed, is open for reading only, or has
+    /// records that can't be read.
     pub fn look(&self, at: Point, scratch: Option<File>) -> crate::Result<Look> {
         let held = self.hold(PinUser::Look)?;
         Look::pinned(&self.log, &self.state, at, held, scratch)
@@ -190,8 +197,8 @@ impl Disk {
     /// Makes everything written so far durable, and pins the log.
     ///
     /// # Errors
-    /// If the disk has left the log, or the log had failed, is being closed, is open for reading only, or can't be copied although it
-    /// must.
+    /// If the disk has left the log, or the log had failed, is being closed, is open for reading
+    /// only, or can't be copied although it must.
     pub(crate) fn hold(&self, user: PinUser) -> crate::Result<PinnedLog> {
         let (held, holds) = mpsc::channel();
         let task = KeeperTask::Look(self.state.clone(), user, held);
@@ -199,17 +206,17 @@ impl Disk {
         holds.recv().map_err(|_| self.log.closed())
     }
 
-    /// As [`rewind_disk`](crate::rewind_disk), for an open disk. Its writes wait in the meantime; other disks of the log go on. A mark in
-    /// the log records it.
+    /// As [`rewind_disk`](crate::rewind_disk), for an open disk. Its writes wait in the meantime;
+    /// other disks of the log go on. A mark in the log records it.
     ///
-    /// The contents change at once, as by a WRITE of the whole disk. The caller must make sure that no user of the disk
-    /// relies on the old contents, in caches for instance.
+    /// The contents change at once, as by a WRITE of the whole disk. The caller must make sure that
+    /// no user of the disk relies on the old contents, in caches for instance.
     ///
     /// # Errors
-    /// As [`rewind_disk`](crate::rewind_disk), for the point; [`ErrorKind::Locked`] if the disk was written to meanwhile;
-    /// [`ErrorKind::InvalidInput`] if it is open for reading only; or the disk has left the log, or the log had failed,
-    /// is being closed, or has records that can't be read or copied. The disk is then unchanged, but the log may have
-    /// the mark.
+    /// As [`rewind_disk`](crate::rewind_disk), for the point; [`ErrorKind::Locked`] if the disk was
+    /// written to meanwhile; [`ErrorKind::InvalidInput`] if it is open for reading only; or the
+    /// disk has left the log, or the log had failed, is being closed, or has records that can't be
+    /// read or copied. The disk is then unchanged, but the log may have the mark.
     pub fn rewind(&self, at: Point) -> Result<RewindReport> {
         let path = self.state.path.display();
         if self.state.read_only {
@@ -242,18 +249,20 @@ impl Disk {
     /// Sets the retention.
     ///
     /// # Errors
-    /// [`ErrorKind::InvalidInput`](crate::ErrorKind) if the log can't have as many segments; or the log is being closed
-    /// or can't be written.
+    /// [`ErrorKind::InvalidInput`](crate::ErrorKind) if the log can't have as many segments; or the
+    /// log is being closed or can't be written.
     pub fn set_retain(&self, retain: Retention) -> Result<()> {
         self.log.order(KeeperTask::SetRetention(retain))
     }
 
-    /// Grows the disk to `size` bytes while it is in use. New space reads as zeroes. A crash leaves the old or the new
-    /// size. A disk in use can't shrink, see [`resize_disk`](crate::resize_disk).
+    /// Grows the disk to `size` bytes while it is in use. New space reads as zeroes. A crash leaves
+    /// the old or the new size. A disk in use can't shrink, see
+    /// [`resize_disk`](crate::resize_disk).
     ///
     /// # Errors
-    /// [`ErrorKind::InvalidInput`](crate::ErrorKind) if the size is no multiple of 512, below the present one or more
-    /// than the file system holds; or the files cannot be changed. The disk is then unchanged.
+    /// [`ErrorKind::InvalidInput`](crate::ErrorKind) if the size is no multiple of 512, below the
+    /// present one or more than the file system holds; or the files cannot be changed. The disk is
+    /// then unchanged.
     pub fn grow(&self, size: u64) -> Result<Resize> {
         let disk = Arc::clone(&self.state);
         check_size(&disk.path, size)?;
@@ -269,8 +278,8 @@ impl Disk {
         Ok(Resize { old_size, size })
     }
 
-    /// The [`export`](Self::export) of a disk whose log keeps no history: copies the base image, right after a
-    /// checkpoint.
+    /// The [`export`](Self::export) of a disk whose log keeps no history: copies the base image,
+    /// right after a checkpoint.
     pub(crate) fn export_base(
         &self,
         target: File,
@@ -323,8 +332,8 @@ impl Backend for Disk {
             write_cache_toggle: writable,
             discard: writable,
             write_zeroes: writable,
-            // Zeroes are a record like any other. The data that they replace stays in older segments of the log until
-            // those are reused, and in blocks that the file system frees.
+            // Zeroes are a record like any other. The data that they replace stays in older
+            // segments of the log until those are reused, and in blocks that the file system frees.
             secure_erase: false,
         }
     }
@@ -457,7 +466,8 @@ impl Tracked for Disk {
             Ok(())
         };
         let changes = disk_extents(sector, sectors, self.sectors(), most, append)?;
-        // So far nothing after a pinned LSN has left the log, and what a snapshot needs from the base image was saved.
+        // So far nothing after a pinned LSN has left the log, and what a snapshot needs from the
+        // base image was saved.
         let guard = log.lock();
         let pinned = guard.keeper.pinned().is_some_and(|lsn| lsn <= since);
         let named = guard

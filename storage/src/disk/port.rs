@@ -1,4 +1,5 @@
-//! One thread's access to a disk: checks requests, answers reads from log and base image, joins group commit.
+//! One thread's access to a disk: checks requests, answers reads from log and base image, joins
+//! group commit.
 
 use std::collections::VecDeque;
 use std::io;
@@ -20,10 +21,11 @@ use crate::sync::{Arc, Mutex};
 use crate::tracepoints;
 use crate::{BackendQueue, Buffer, Completion, Failure, Operation, SECTOR_SIZE, check_range};
 
-/// One thread's access to a disk. Dropping it waits for reads in flight; completions not taken are lost.
+/// One thread's access to a disk. Dropping it waits for reads in flight; completions not taken are
+/// lost.
 ///
-/// A port that is not polled holds up no other port: any work on the log that it takes is finished before the call
-/// returns.
+/// A port that is not polled holds up no other port: any work on the log that it takes is finished
+/// before the call returns.
 pub struct Port {
     pub(crate) disk: Arc<DiskState>,
     pub(crate) committer: Committer,
@@ -74,8 +76,8 @@ impl Port {
 
 impl Drop for Port {
     fn drop(&mut self) {
-        // Drop the queue here, where waiting for reads in flight is fine, and not in another thread that is ending
-        // reads.
+        // Drop the queue here, where waiting for reads in flight is fine, and not in another thread
+        // that is ending reads.
         if let Ok(mut queue) = self.reads.queue.lock() {
             drop(queue.take());
         }
@@ -161,14 +163,15 @@ impl BackendQueue for Port {
 }
 
 impl Port {
-    /// Starts what was submitted. `alone`: the thread has nothing else to do, so it may run a lone, quick sync itself.
-    /// Returns whether it did.
+    /// Starts what was submitted. `alone`: the thread has nothing else to do, so it may run a lone,
+    /// quick sync itself. Returns whether it did.
     pub(crate) fn start(&mut self, alone: bool) -> bool {
         self.reads.with(ReadQueue::start);
         self.committer.start(alone)
     }
 
-    /// Queues the completion of a request that has already ended, and parks one that the log held back.
+    /// Queues the completion of a request that has already ended, and parks one that the log held
+    /// back.
     fn settle(&mut self, token: u64, submitted: Result<RequestState, Failure>) {
         let result = match submitted {
             Ok(RequestState::InFlight) => return,

@@ -24,15 +24,17 @@ const MAX_DISKS: usize = (CONTROL_SLOT
     - size_of::<U64>())
     / size_of::<DiskEntry>();
 
-/// Start of a control slot. It is followed by `disk_count` [`DiskEntry`]s, a [`HistoryHeader`] with its
-/// [`SnapshotEntry`]s, a [`RewindHeader`] with its [`RewindEntry`]s, the [`durable_lsn`](Control::durable_lsn), and an
-/// [`ImageHeader`] with its [`ImageEntry`]s. An older program writes the last two as zero. The version keeps out
-/// programs that can't handle the contents: [`VERSION_REWOUND`] if there are rewinds, [`VERSION_SAVED`] if a snapshot
-/// has saved files or is of one disk, [`VERSION_REPLACED`] if a snapshot is of another image of a disk than the present
-/// one, [`VERSION_SPILLED`] if a disk has a spill file.
+/// Start of a control slot. It is followed by `disk_count` [`DiskEntry`]s, a [`HistoryHeader`] with
+/// its [`SnapshotEntry`]s, a [`RewindHeader`] with its [`RewindEntry`]s, the
+/// [`durable_lsn`](Control::durable_lsn), and an [`ImageHeader`] with its [`ImageEntry`]s. An older
+/// program writes the last two as zero. The version keeps out programs that can't handle the
+/// contents: [`VERSION_REWOUND`] if there are rewinds, [`VERSION_SAVED`] if a snapshot has saved
+/// files or is of one disk, [`VERSION_REPLACED`] if a snapshot is of another image of a disk than
+/// the present one, [`VERSION_SPILLED`] if a disk has a spill file.
 ///
-/// The control file is the log's root: rewritten (other slot, next generation, then fdatasync) when a checkpoint
-/// ends, before any segment that it frees is reused. A torn slot fails its CRC, and then the other slot counts.
+/// The control file is the log's root: rewritten (other slot, next generation, then fdatasync) when
+/// a checkpoint ends, before any segment that it frees is reused. A torn slot fails its CRC, and
+/// then the other slot counts.
 #[derive(Clone, Copy, Debug, FromBytes, IntoBytes, KnownLayout, Immutable)]
 #[repr(C)]
 pub(crate) struct ControlHeader {
@@ -56,8 +58,9 @@ pub(crate) struct ControlHeader {
     pub next_lsn: U64,
     /// No commit ID below this is assigned again.
     pub next_cid: U64,
-    /// The base images may hold records up to this LSN, copied by an unfinished checkpoint. A log that ends before this
-    /// LSN is damaged, because older records would be replayed over newer ones.
+    /// The base images may hold records up to this LSN, copied by an unfinished checkpoint. A log
+    /// that ends before this LSN is damaged, because older records would be replayed over newer
+    /// ones.
     pub copying_lsn: U64,
 }
 
@@ -83,8 +86,8 @@ pub(crate) struct DiskEntry {
     /// The disk's number in descriptors; never given to another disk.
     pub id: U32,
     pub path_len: U16,
-    /// 1 while the disk is being resized: the base image may then be longer than `size`, and its bytes beyond that are
-    /// void. Otherwise 0.
+    /// 1 while the disk is being resized: the base image may then be longer than `size`, and its
+    /// bytes beyond that are void. Otherwise 0.
     pub resizing: u8,
     /// 1 if the base image carries a mark; 0 if its file system has no attributes.
     pub marked: u8,
@@ -94,19 +97,20 @@ pub(crate) struct DiskEntry {
     pub generation: U64,
     /// The generation that the mark is being changed to; otherwise the same as `generation`.
     pub next_generation: U64,
-    /// Records of this disk up to this LSN count as copied to its base image, whatever `checkpoint_lsn` says: they were
-    /// discarded, or copied when the disk left the log.
+    /// Records of this disk up to this LSN count as copied to its base image, whatever
+    /// `checkpoint_lsn` says: they were discarded, or copied when the disk left the log.
     pub void_lsn: U64,
-    /// Device and inode of the base image when the disk was last opened, which identify an image without a mark. All 0:
-    /// unknown.
+    /// Device and inode of the base image when the disk was last opened, which identify an image
+    /// without a mark. All 0: unknown.
     pub device: U64,
     pub inode: U64,
     /// When the file was made, in nanoseconds since 1970; 0 if the file system does not report it.
     pub born: U64,
     /// Samples of the base image, as of the last checkpoint that wrote to it.
     pub samples: [Sample; SAMPLES],
-    /// The path of the base image when the disk was last opened, not terminated. Relative to the parent of the log
-    /// directory if the image is below that, otherwise absolute. Empty: another disk's image is there now.
+    /// The path of the base image when the disk was last opened, not terminated. Relative to the
+    /// parent of the log directory if the image is below that, otherwise absolute. Empty: another
+    /// disk's image is there now.
     pub path: [u8; 480],
 }
 
@@ -136,7 +140,8 @@ impl DiskEntry {
 #[derive(Clone, Copy, Debug, Default, FromBytes, IntoBytes, KnownLayout, Immutable)]
 #[repr(C)]
 pub(crate) struct HistoryHeader {
-    /// 0: nothing is kept; 1: what was written in a time; 2: a number of bytes; 3: as much as there is room for.
+    /// 0: nothing is kept; 1: what was written in a time; 2: a number of bytes; 3: as much as there
+    /// is room for.
     pub retain_kind: U32,
     pub snapshot_count: U32,
     /// The time in microseconds, or the bytes.
@@ -147,7 +152,8 @@ pub(crate) struct HistoryHeader {
 #[derive(Clone, Copy, Debug, FromBytes, IntoBytes, KnownLayout, Immutable)]
 #[repr(C)]
 pub(crate) struct SnapshotEntry {
-    /// ASCII, padded with zeroes. All zero: the snapshot was deleted, but older ones need its saved files.
+    /// ASCII, padded with zeroes. All zero: the snapshot was deleted, but older ones need its saved
+    /// files.
     pub name: [u8; 64],
     /// The last record that the snapshot includes.
     pub lsn: U64,
@@ -155,8 +161,8 @@ pub(crate) struct SnapshotEntry {
     pub cid: U64,
     /// When the snapshot was made, in microseconds since 1970.
     pub unix_us: U64,
-    /// How many records are in the snapshot's saved files, which hold what was overwritten in the base images since. 0:
-    /// nothing was.
+    /// How many records are in the snapshot's saved files, which hold what was overwritten in the
+    /// base images since. 0: nothing was.
     pub saved: U32,
     /// The number of its only disk; 0: all disks.
     pub disk_id: U32,
@@ -168,7 +174,8 @@ impl SnapshotEntry {
         [0, disk_id].contains(&self.disk_id.get())
     }
 
-    /// Whether the snapshot still exists. A deleted one whose saved files are needed by older ones has no name.
+    /// Whether the snapshot still exists. A deleted one whose saved files are needed by older ones
+    /// has no name.
     pub(crate) fn is_named(&self) -> bool {
         self.name[0] != 0
     }
@@ -184,7 +191,8 @@ pub(crate) struct RewindHeader {
 
 /// A restore in place: at LSN `at`, and until records follow, the disk is what it was at LSN `to`.
 ///
-/// The entry stays until the base images are at `at`. Until then, they never stop at an LSN between the two.
+/// The entry stays until the base images are at `at`. Until then, they never stop at an LSN between
+/// the two.
 #[derive(Clone, Copy, Debug, FromBytes, IntoBytes, KnownLayout, Immutable)]
 #[repr(C)]
 pub(crate) struct RewindEntry {
@@ -192,8 +200,8 @@ pub(crate) struct RewindEntry {
     pub disk_id: U32,
     pub reserved: U32,
     pub to: U64,
-    /// The rewind's own LSN: one more than the newest before it, of a record or rewind. No record has it, except a mark
-    /// in a log that was in use.
+    /// The rewind's own LSN: one more than the newest before it, of a record or rewind. No record
+    /// has it, except a mark in a log that was in use.
     pub at: U64,
     /// When it was, in microseconds since 1970, by the log's clock.
     pub unix_us: U64,
@@ -207,8 +215,8 @@ pub(crate) struct ImageHeader {
     pub reserved: U32,
 }
 
-/// What else the log knows about a disk's base image: whether it is the one that the disk's past needs. A missing entry
-/// is the same as one that is all zero.
+/// What else the log knows about a disk's base image: whether it is the one that the disk's past
+/// needs. A missing entry is the same as one that is all zero.
 #[derive(Clone, Copy, Debug, FromBytes, IntoBytes, KnownLayout, Immutable)]
 #[repr(C)]
 pub(crate) struct ImageEntry {
@@ -216,10 +224,11 @@ pub(crate) struct ImageEntry {
     pub disk_id: U32,
     /// 1 if the image lacks bytes that are in the disk's spill file, else 0.
     pub spilled: U32,
-    /// The disk has no past before this LSN: it was not on the log, or had another image. 0: no limit.
+    /// The disk has no past before this LSN: it was not on the log, or had another image. 0: no
+    /// limit.
     pub since_lsn: U64,
-    /// When the log last wrote to the image, in nanoseconds since 1970, by the image's file system. 0: unknown, or the
-    /// image is being written to.
+    /// When the log last wrote to the image, in nanoseconds since 1970, by the image's file system.
+    /// 0: unknown, or the image is being written to.
     pub written: U64,
 }
 
@@ -251,7 +260,8 @@ impl Control {
             && self.rewinds_are_possible()
     }
 
-    /// Whether each rewind goes back in time, comes after the one before, and lies in what the log still has.
+    /// Whether each rewind goes back in time, comes after the one before, and lies in what the log
+    /// still has.
     fn rewinds_are_possible(&self) -> bool {
         let header = &self.header;
         let goes_back = |rewind: &RewindEntry| {
@@ -304,8 +314,8 @@ impl Control {
         void_lsn.max(self.header.checkpoint_lsn.get())
     }
 
-    /// Where the log's history begins: the base images may hold records up to this LSN, possibly from an unfinished
-    /// checkpoint, so no disk can be restored to an earlier point.
+    /// Where the log's history begins: the base images may hold records up to this LSN, possibly
+    /// from an unfinished checkpoint, so no disk can be restored to an earlier point.
     pub(crate) fn horizon(&self) -> u64 {
         let header = &self.header;
         header.checkpoint_lsn.get().max(header.copying_lsn.get())
@@ -506,8 +516,8 @@ mod tests {
         }
     }
 
-    /// A slot has the oldest version, byte for byte, unless a disk was rewound; then only a program that knows rewinds
-    /// can read it. The same goes for saved files and snapshots of one disk.
+    /// A slot has the oldest version, byte for byte, unless a disk was rewound; then only a program
+    /// that knows rewinds can read it. The same goes for saved files and snapshots of one disk.
     #[test]
     fn a_slot_has_the_lowest_version_that_represents_it() {
         let version = |slot: &[u8]| slot[8];
@@ -553,7 +563,8 @@ mod tests {
     #[test]
     fn impossible_rewinds_are_damage() {
         for rewinds in [
-            // To itself, from the future, twice at once, in the wrong order, to before the base images.
+            // To itself, from the future, twice at once, in the wrong order, to before the base
+            // images.
             vec![rewind(5, 5)],
             vec![rewind(5, 100)],
             vec![rewind(5, 6), rewind(4, 6)],
@@ -571,8 +582,8 @@ mod tests {
         assert!(matches!(Control::decode(&slot), DecodeResult::Invalid));
     }
 
-    /// No crash history can show why a control slot needs its checksum: all bytes that the history's store changes
-    /// lie in one sector.
+    /// No crash history can show why a control slot needs its checksum: all bytes that the
+    /// history's store changes lie in one sector.
     #[test]
     fn every_flipped_bit_of_a_control_slot_is_noticed() {
         let control = control(2, vec![rewind(5, 9); 1]);

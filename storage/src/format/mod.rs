@@ -1,4 +1,5 @@
-//! The bytes on the medium. All integers are little-endian; every structure carries its own CRC-32C.
+//! The bytes on the medium. All integers are little-endian; every structure carries its own
+//! CRC-32C.
 //!
 //! ```text
 //! DIR/control         slot A (64 KiB) | slot B (64 KiB)       written in turn, newest valid one counts
@@ -7,9 +8,9 @@
 //!                     batch header + descriptors + checksums, pad to 4 KiB | payloads, in order | pad to 4 KiB
 //! ```
 //!
-//! A segment file is recycled, not deleted: its header names the *sequence* it serves now and a random
-//! *salt*, and every batch header repeats both, so that a batch left over from an earlier life never
-//! passes for a new one. LSNs and sequences never restart in the life of a log.
+//! A segment file is recycled, not deleted: its header names the *sequence* it serves now and a
+//! random *salt*, and every batch header repeats both, so that a batch left over from an earlier
+//! life never passes for a new one. LSNs and sequences never restart in the life of a log.
 
 mod control;
 mod sealed;

@@ -8,21 +8,23 @@ pub(crate) const BLOCK: usize = 4096;
 pub(crate) const VERSION: u32 = 2;
 /// The version of a control slot with rewinds. Everything else stays as it is.
 pub(crate) const VERSION_REWOUND: u32 = 3;
-/// The version of a control slot with saved files, or with a snapshot of one disk. It may have rewinds.
+/// The version of a control slot with saved files, or with a snapshot of one disk. It may have
+/// rewinds.
 pub(crate) const VERSION_SAVED: u32 = 4;
-/// The version of a control slot with a snapshot of another image of a disk than the present one. It may have all of
-/// the above.
+/// The version of a control slot with a snapshot of another image of a disk than the present one.
+/// It may have all of the above.
 pub(crate) const VERSION_REPLACED: u32 = 5;
 /// The version of a control slot with a disk that has a spill file. It may have all of the above.
 pub(crate) const VERSION_SPILLED: u32 = 6;
-/// LSNs, commit IDs, sequences and generations stay below this limit. Counting never reaches it, and adding one never
-/// overflows.
+/// LSNs, commit IDs, sequences and generations stay below this limit. Counting never reaches it,
+/// and adding one never overflows.
 pub(crate) const NUMBER_LIMIT: u64 = 1 << 60;
 
 /// 128 random bits that name a log or a disk.
 pub(crate) type Uuid = [u8; 16];
 
-/// CRC-32C of `bytes` with the four bytes at `at` taken as zero. Every structure here is sealed this way.
+/// CRC-32C of `bytes` with the four bytes at `at` taken as zero. Every structure here is sealed
+/// this way.
 pub(crate) fn crc_without(bytes: &[u8], at: usize) -> u32 {
     let crc = crc32c::crc32c_append(crc32c::crc32c(&bytes[..at]), &[0; 4]);
     crc32c::crc32c_append(crc, &bytes[at + 4..])

@@ -8,19 +8,22 @@ use super::sealed::{
 };
 use crate::{Buffer, MAX_REQUEST_BYTES};
 
-/// Most descriptors of one batch. Bounds the header's size and the write's iovec count (IOV_MAX is 1024).
+/// Most descriptors of one batch. Bounds the header's size and the write's iovec count (IOV_MAX is
+/// 1024).
 pub(crate) const MAX_DESCRIPTORS: usize = 896;
 /// Most checksums of one batch: those of the longest request. Bounds the header's size too.
 pub(crate) const MAX_CHECKSUMS: usize = MAX_REQUEST_BYTES / BLOCK;
 
-/// Version of a batch that has a mark: a program that knows only [`VERSION`] refuses it. All other batches have `VERSION`.
+/// Version of a batch that has a mark: a program that knows only [`VERSION`] refuses it. All other
+/// batches have `VERSION`.
 pub(crate) const MARKS_VERSION: u32 = 3;
 
 pub(crate) const SEGMENT_MAGIC: [u8; 8] = *b"WALVSEGM";
 pub(crate) const BATCH_MAGIC: [u8; 8] = *b"WALVBATC";
 pub(crate) const SUMMARY_MAGIC: [u8; 8] = *b"WALVSUMM";
 
-/// First block of a segment. Written together with the segment's first batch; until then, it is [blank](Self::blank).
+/// First block of a segment. Written together with the segment's first batch; until then, it is
+/// [blank](Self::blank).
 #[derive(Clone, Copy, Debug, FromBytes, IntoBytes, KnownLayout, Immutable)]
 #[repr(C)]
 pub(crate) struct SegmentHeader {
@@ -39,11 +42,13 @@ pub(crate) struct SegmentHeader {
     pub salt: U64,
 }
 
-/// First bytes of a batch; `descriptor_count` [`Descriptor`]s and `checksum_count` checksums follow, padded to a block.
+/// First bytes of a batch; `descriptor_count` [`Descriptor`]s and `checksum_count` checksums
+/// follow, padded to a block.
 ///
-/// The fixed part comes first so that a reader can bound the rest before trusting it. The CRC covers the header, the
-/// descriptors and the checksums. Each [`BLOCK`] of each payload has one checksum, a CRC-32C, in the order of the
-/// payloads, so that a reader of a part of a payload can verify that part.
+/// The fixed part comes first so that a reader can bound the rest before trusting it. The CRC
+/// covers the header, the descriptors and the checksums. Each [`BLOCK`] of each payload has one
+/// checksum, a CRC-32C, in the order of the payloads, so that a reader of a part of a payload can
+/// verify that part.
 #[derive(Clone, Copy, Debug, FromBytes, IntoBytes, KnownLayout, Immutable)]
 #[repr(C)]
 pub(crate) struct BatchHeader {
@@ -58,10 +63,11 @@ pub(crate) struct BatchHeader {
     pub cid: U64,
     /// LSN of the first descriptor; the others follow without gaps.
     pub first_lsn: U64,
-    /// Durable LSN when the batch was built: records up to it may have been acknowledged, so they can't be a torn tail.
+    /// Durable LSN when the batch was built: records up to it may have been acknowledged, so they
+    /// can't be a torn tail.
     pub durable_lsn: U64,
-    /// Wall clock, microseconds since 1970. For people only; nothing is ordered by it. Usually not below the previous
-    /// batch's, see [`clock`](crate::log::clock).
+    /// Wall clock, microseconds since 1970. For people only; nothing is ordered by it. Usually not
+    /// below the previous batch's, see [`clock`](crate::log::clock).
     pub unix_us: U64,
     /// CRC of the previous batch's header in this segment (of the segment header for the first).
     pub previous_crc: U32,
@@ -71,12 +77,14 @@ pub(crate) struct BatchHeader {
     pub payload_bytes: U64,
 }
 
-/// Last bytes of a sealed segment, which takes no more batches. The summary repeats the headers of all its batches,
-/// with descriptors and checksums, so that a log can be opened without reading its payloads.
+/// Last bytes of a sealed segment, which takes no more batches. The summary repeats the headers of
+/// all its batches, with descriptors and checksums, so that a log can be opened without reading its
+/// payloads.
 ///
-/// The footer is at a fixed place, the end of the segment, so that a reader can find it. The headers come right before
-/// it, back to back and exactly as in the segment, so each has its own CRC and its predecessor's. The summary is an
-/// optimisation: nothing is lost if it is missing or torn.
+/// The footer is at a fixed place, the end of the segment, so that a reader can find it. The
+/// headers come right before it, back to back and exactly as in the segment, so each has its own
+/// CRC and its predecessor's. The summary is an optimisation: nothing is lost if it is missing or
+/// torn.
 #[derive(Clone, Copy, Debug, FromBytes, IntoBytes, KnownLayout, Immutable)]
 #[repr(C)]
 pub(crate) struct SummaryFooter {
@@ -91,8 +99,8 @@ pub(crate) struct SummaryFooter {
     pub headers_len: U64,
 }
 
-/// One record: a request that changes a disk's data, or a mark. Payloads follow the header, in the order of the
-/// descriptors.
+/// One record: a request that changes a disk's data, or a mark. Payloads follow the header, in the
+/// order of the descriptors.
 #[derive(Clone, Copy, Debug, FromBytes, IntoBytes, KnownLayout, Immutable)]
 #[repr(C)]
 pub(crate) struct Descriptor {
@@ -153,8 +161,8 @@ pub(crate) const fn batch_header_len(descriptors: usize, checksums: usize) -> us
     header_len(descriptors, checksums).next_multiple_of(BLOCK)
 }
 
-/// Bytes of the summary for `headers_len` bytes of batch headers, in a segment of `segment_size` bytes. `None`: too
-/// many; with so many headers, there is little payload that readers could skip.
+/// Bytes of the summary for `headers_len` bytes of batch headers, in a segment of `segment_size`
+/// bytes. `None`: too many; with so many headers, there is little payload that readers could skip.
 pub(crate) fn summary_len(headers_len: usize, segment_size: u64) -> Option<usize> {
     let len = headers_len.checked_add(size_of::<SummaryFooter>())?;
     let len = len.checked_next_multiple_of(BLOCK)?;
@@ -165,8 +173,8 @@ pub(crate) fn summary_len(headers_len: usize, segment_size: u64) -> Option<usize
 const SUMMARY_SHARE: u64 = 16;
 
 impl SegmentHeader {
-    /// The first block of an empty segment: a header with no log and sequence 0. Plain zeroes would not do, because a
-    /// lost write also leaves zeroes.
+    /// The first block of an empty segment: a header with no log and sequence 0. Plain zeroes would
+    /// not do, because a lost write also leaves zeroes.
     pub(crate) fn blank() -> Buffer {
         let mut header = Self::new_zeroed();
         header.magic = SEGMENT_MAGIC;
@@ -239,8 +247,8 @@ impl BatchHeader {
         seal(&mut block[..end])
     }
 
-    /// Reads the fixed part and returns it with the length of header, descriptors and checksums in bytes. The CRC is
-    /// not verified yet.
+    /// Reads the fixed part and returns it with the length of header, descriptors and checksums in
+    /// bytes. The CRC is not verified yet.
     pub(crate) fn peek(block: &[u8]) -> Option<(Self, usize)> {
         let (header, _) = Self::read_from_prefix(block).ok()?;
         let descriptors = usize::from(header.descriptor_count.get());
@@ -251,9 +259,9 @@ impl BatchHeader {
             .then(|| (header, header_len(descriptors, checksums)))
     }
 
-    /// Reads a header's descriptors and checksums from `bytes`, which has the length that [`peek`](Self::peek)
-    /// returned. `None` if the CRC, a kind, the payload length or the number of checksums is wrong. If the version is
-    /// unknown, only the CRC is checked.
+    /// Reads a header's descriptors and checksums from `bytes`, which has the length that
+    /// [`peek`](Self::peek) returned. `None` if the CRC, a kind, the payload length or the number
+    /// of checksums is wrong. If the version is unknown, only the CRC is checked.
     pub(crate) fn records(&self, bytes: &[u8]) -> Option<(Vec<Descriptor>, Vec<u32>)> {
         if self.crc.get() != crc_without(bytes, CRC_AT) {
             return None;
@@ -289,8 +297,8 @@ impl SummaryFooter {
         }
     }
 
-    /// The summary of a segment with these batch headers, to be written at the segment's end; `None` if they are too
-    /// long for it.
+    /// The summary of a segment with these batch headers, to be written at the segment's end;
+    /// `None` if they are too long for it.
     pub(crate) fn encode(mut self, headers: &[u8], segment_size: u64) -> Option<Buffer> {
         let mut summary = Buffer::zeroed(summary_len(headers.len(), segment_size)?);
         self.headers_len = U64::new(headers.len() as u64);
@@ -302,8 +310,8 @@ impl SummaryFooter {
         Some(summary)
     }
 
-    /// Reads the footer at the end of `block`, the last of a segment, and returns it with the length of the whole
-    /// summary in bytes. The CRC is not verified yet.
+    /// Reads the footer at the end of `block`, the last of a segment, and returns it with the
+    /// length of the whole summary in bytes. The CRC is not verified yet.
     pub(crate) fn peek(block: &[u8], segment_size: u64) -> Option<(Self, usize)> {
         let (_, footer) = Self::read_from_suffix(block).ok()?;
         let headers_len = usize::try_from(footer.headers_len.get()).ok()?;
@@ -311,8 +319,8 @@ impl SummaryFooter {
         Some((footer, summary_len(headers_len, segment_size)?)).filter(|_| known)
     }
 
-    /// The batch headers in `summary`, which has the length that [`peek`](Self::peek) returned. `None` if the CRC is
-    /// wrong.
+    /// The batch headers in `summary`, which has the length that [`peek`](Self::peek) returned.
+    /// `None` if the CRC is wrong.
     pub(crate) fn headers<'a>(&self, summary: &'a [u8]) -> Option<&'a [u8]> {
         let footer = summary.len().checked_sub(size_of::<Self>())?;
         let headers_len = self.headers_len.get() as usize;

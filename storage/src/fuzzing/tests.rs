@@ -14,7 +14,8 @@ fn corpus() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("fuzz/corpus/recover")
 }
 
-/// Encodes a log directory as an input with correct checksums: its bytes that are not zero, in pieces.
+/// Encodes a log directory as an input with correct checksums: its bytes that are not zero, in
+/// pieces.
 fn input_of(dir: &Path) -> Vec<u8> {
     let segments: Vec<PathBuf> = (0..SEGMENTS)
         .map(|slot| dir.join(format!("segment-{slot:05}")))
@@ -186,8 +187,8 @@ fn saved_log() -> Vec<u8> {
     input
 }
 
-/// Logs after some work: short ones, one over several segments, one of two disks, one closed, one of sealed
-/// segments, one with restores in place, one with a saved file.
+/// Logs after some work: short ones, one over several segments, one of two disks, one closed, one
+/// of sealed segments, one with restores in place, one with a saved file.
 fn real_logs() -> Vec<(String, Vec<u8>)> {
     let options = StoreOptions {
         segment_size: SEGMENT as u64,
@@ -244,8 +245,8 @@ fn real_logs() -> Vec<(String, Vec<u8>)> {
     ]
 }
 
-/// Real logs recover as inputs too, with the records that were written. `WALVISOR_WRITE_CORPUS=1` keeps them as
-/// the seed corpus.
+/// Real logs recover as inputs too, with the records that were written. `WALVISOR_WRITE_CORPUS=1`
+/// keeps them as the seed corpus.
 #[test]
 fn real_logs_recover_as_inputs() {
     let logs = real_logs();

@@ -1,12 +1,13 @@
 //! Which sectors of a disk have changed since an LSN.
 //!
-//! The index says where the newest bytes of each sector are. Records lie in the log in the order of their LSNs:
+//! The index says where the newest bytes of each sector are. Records lie in the log in the order of
+//! their LSNs:
 //! ```text
 //!   base image │ segment   segment   segm|ent   segment
 //!              └── up to the LSN ────────┘└── behind it: changed
 //! ```
-//! So it is enough to know the position in the log where the records after the LSN begin. The segment that contains it
-//! is read once.
+//! So it is enough to know the position in the log where the records after the LSN begin. The
+//! segment that contains it is read once.
 
 use std::collections::HashMap;
 use std::ops::Range;
@@ -27,7 +28,8 @@ use crate::{Change, SECTOR_SIZE};
 
 /// Most positions to remember.
 const REMEMBERED: usize = 64;
-/// For how many snapshots to remember what was saved since: a client asks about a few of them in turn, range by range.
+/// For how many snapshots to remember what was saved since: a client asks about a few of them in
+/// turn, range by range.
 const REMEMBERED_SAVED: usize = 8;
 
 /// Tells what has changed since an LSN.
@@ -48,8 +50,8 @@ pub(crate) struct SavedExtents {
     pub and_log: bool,
 }
 
-/// What was saved of a disk (number and bytes) since the first of these LSNs, up to the last; `None` if there are no
-/// saved files for the first. `known` caches results, up to the limit.
+/// What was saved of a disk (number and bytes) since the first of these LSNs, up to the last;
+/// `None` if there are no saved files for the first. `known` caches results, up to the limit.
 ///
 /// # Errors
 /// As [`read_saved`].
@@ -94,7 +96,8 @@ pub(crate) fn saved_since(
 }
 
 impl ChangesSince {
-    /// `live`: the segments in use, of `size` bytes each, listed after the pieces were looked up in the index.
+    /// `live`: the segments in use, of `size` bytes each, listed after the pieces were looked up in
+    /// the index.
     ///
     /// # Errors
     /// If the segment that contains the position can't be read.
@@ -139,7 +142,8 @@ impl ChangesSince {
         }
     }
 
-    /// Appends what has changed in this piece of an index. Everything after the LSN is in the log or was saved.
+    /// Appends what has changed in this piece of an index. Everything after the LSN is in the log
+    /// or was saved.
     pub(crate) fn append(&self, piece: &Piece, changes: &mut Vec<Change>) {
         if let Some(SavedExtents { extents, and_log }) = &self.saved {
             return if piece.place.is_some() && *and_log {
@@ -192,8 +196,8 @@ pub(crate) fn unknown_point(lsn: u64) -> Error {
     Error::new(ErrorKind::NotFound, message)
 }
 
-/// The byte offset in a segment where the records after an LSN begin. The end of the segment may be written to at the
-/// same time. `limit`: its last LSN, if another segment follows.
+/// The byte offset in a segment where the records after an LSN begin. The end of the segment may be
+/// written to at the same time. `limit`: its last LSN, if another segment follows.
 fn first_behind(segment: &Arc<Segment>, lsn: u64, size: u64, limit: Option<u64>) -> Result<u64> {
     let candidate = Candidate::of(segment)?;
     let contents = SegmentContents::read(&candidate, size, limit, VerifyScope::Tail, true);
@@ -225,7 +229,8 @@ mod tests {
     use crate::offline::resize::tests::{MIB, end, fill, new_disk};
     use crate::{Operation, Tracked};
 
-    /// A client that asks for two bitmaps in turn must not cause the saved files to be read for each range.
+    /// A client that asks for two bitmaps in turn must not cause the saved files to be read for
+    /// each range.
     #[test]
     fn what_was_saved_for_several_snapshots_is_remembered() {
         let (_dir, store) = new_disk();

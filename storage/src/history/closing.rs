@@ -1,4 +1,5 @@
-//! Closing a log: everything becomes durable, and as much as the time limit allows is copied to the base images.
+//! Closing a log: everything becomes durable, and as much as the time limit allows is copied to the
+//! base images.
 
 use std::time::{Duration, UNIX_EPOCH};
 
@@ -15,8 +16,9 @@ use crate::sync;
 const TICK: Duration = Duration::from_millis(20);
 
 impl Keeper {
-    /// Makes everything durable and copies it to the base images, within the time limit. No port may use the log any
-    /// more. Returns whether the base images have everything; otherwise the log keeps it.
+    /// Makes everything durable and copies it to the base images, within the time limit. No port
+    /// may use the log any more. Returns whether the base images have everything; otherwise the log
+    /// keeps it.
     ///
     /// # Errors
     /// If the log had failed or the copy fails.
@@ -70,7 +72,8 @@ impl Keeper {
         Ok(whole && !spilled)
     }
 
-    /// Removes the points that are kept for exports. The exports see that the log is closing, and fail.
+    /// Removes the points that are kept for exports. The exports see that the log is closing, and
+    /// fail.
     fn end_exports(&mut self) -> Result<()> {
         let snapshots = Snapshot::all(&self.control.control);
         if snapshots
@@ -82,8 +85,8 @@ impl Keeper {
         Ok(())
     }
 
-    /// If there are snapshots, waits until a write by another program would get a later mtime than the log's last
-    /// write. File times have the resolution of the kernel's tick.
+    /// If there are snapshots, waits until a write by another program would get a later mtime than
+    /// the log's last write. File times have the resolution of the kernel's tick.
     fn await_new_mtime(&self) {
         if self.control.control.snapshots.is_empty() {
             return;

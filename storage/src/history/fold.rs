@@ -4,9 +4,10 @@
 //!   base images ─ horizon ──▶ oldest segments │ segments that are kept ......... │ tail
 //!                             └── folded ─────┘    any state in here can be seen
 //! ```
-//! The index only knows the newest bytes of each sector. The base images have to become what the disks were at the end
-//! of the folded segments, so those segments' summaries are read again to find out what they hold. Then the index drops
-//! its extents in them, and reads go to the base images.
+//! The index only knows the newest bytes of each sector. The base images have to become what the
+//! disks were at the end of the folded segments, so those segments' summaries are read again to
+//! find out what they hold. Then the index drops its extents in them, and reads go to the base
+//! images.
 
 use std::collections::BTreeMap;
 
@@ -28,7 +29,8 @@ use crate::recovery::scan::FoundRecord;
 use crate::sync::Arc;
 use crate::tracepoints;
 
-/// The log warns once history that must stay takes this many percent of its room or of its index memory.
+/// The log warns once history that must stay takes this many percent of its room or of its index
+/// memory.
 const WARN_PERCENT: u128 = 80;
 
 /// Who needs the records after this LSN, and what to do about it.
@@ -110,7 +112,8 @@ impl Keeper {
         }
     }
 
-    /// Folds segments if none is free and none can be made: a full checkpoint needs one for the pending records.
+    /// Folds segments if none is free and none can be made: a full checkpoint needs one for the
+    /// pending records.
     ///
     /// # Errors
     /// As [`fold`](Self::fold).
@@ -133,7 +136,8 @@ impl Keeper {
         Ok(())
     }
 
-    /// The segments to fold now, if any. Reports once if history is dropped earlier than its retention says.
+    /// The segments to fold now, if any. Reports once if history is dropped earlier than its
+    /// retention says.
     fn next_range(&mut self, state: &mut LogState, pressed: bool) -> Option<FoldRange> {
         let retain = state.keeper.retain;
         let pinned = if planted(Mutant::FoldPassesPin) {
@@ -168,8 +172,8 @@ impl Keeper {
         self.log.lock().keeper.held().is_some()
     }
 
-    /// The oldest snapshot between the base images' state and this LSN. The base images must stop at it before they
-    /// move on; from then on, what it needs is saved before it is overwritten.
+    /// The oldest snapshot between the base images' state and this LSN. The base images must stop
+    /// at it before they move on; from then on, what it needs is saved before it is overwritten.
     fn stop_before(&self, lsn: u64) -> Option<Snapshot> {
         let control = &self.control.control;
         let between = control.header.checkpoint_lsn.get() + 1..lsn;
@@ -182,9 +186,9 @@ impl Keeper {
             .filter(|_| !planted(Mutant::FoldPassesPin))
     }
 
-    /// The LSN of the base images once the records up to this one are copied. Rewinds that follow count too, but only
-    /// up to the first snapshot. Otherwise the images would move past two snapshots at once, with files saved only for
-    /// the newer one, and the older would be lost.
+    /// The LSN of the base images once the records up to this one are copied. Rewinds that follow
+    /// count too, but only up to the first snapshot. Otherwise the images would move past two
+    /// snapshots at once, with files saved only for the newer one, and the older would be lost.
     pub(super) fn reach(&self, lsn: u64) -> u64 {
         let reached = self.control.control.with_rewinds(lsn);
         let stop = self.stop_before(reached).map(|snapshot| snapshot.lsn);
@@ -209,8 +213,8 @@ impl Keeper {
         }
     }
 
-    /// Moves the base images from one snapshot to the next, as far as possible. Returns `false` if the time limit for
-    /// closing ran out.
+    /// Moves the base images from one snapshot to the next, as far as possible. Returns `false` if
+    /// the time limit for closing ran out.
     pub(super) fn fold_to_snapshots(&mut self) -> Result<bool> {
         while self.frozen_at.is_none() {
             let log = self.log.clone();
@@ -231,8 +235,9 @@ impl Keeper {
         Ok(true)
     }
 
-    /// How many of the oldest segments to fold if `wanted` should be, without splitting a rewind: fewer; or, if that
-    /// would be none and the log is pressed for room, more. Also returns how many more.
+    /// How many of the oldest segments to fold if `wanted` should be, without splitting a rewind:
+    /// fewer; or, if that would be none and the log is pressed for room, more. Also returns how
+    /// many more.
     fn without_split_rewinds(
         &self,
         state: &LogState,
@@ -265,8 +270,8 @@ impl Keeper {
         }
     }
 
-    /// Warns once when history that must stay has almost filled the log or its index memory, and again after it was
-    /// better in between.
+    /// Warns once when history that must stay has almost filled the log or its index memory, and
+    /// again after it was better in between.
     fn warn_if_crowded(&mut self, state: &LogState, index: u64) {
         let (log, most, held) = (&self.log, state.ring.most(), state.keeper.held_firmly());
         let used = state.held_segments();
@@ -294,7 +299,8 @@ impl Keeper {
         Error::full(format!("{}: {what}: {who}", self.log.dir.display()))
     }
 
-    /// Returns whether the segments were folded. Otherwise the log is closing, or everything was copied instead.
+    /// Returns whether the segments were folded. Otherwise the log is closing, or everything was
+    /// copied instead.
     fn fold_range(&mut self, range: FoldRange, pace: CopyPace) -> Result<bool> {
         let (lsn, segments) = (range.last.lsn, range.segments.len());
         tracepoints::fold(lsn, segments);
@@ -350,8 +356,8 @@ impl Keeper {
                     break;
                 }
                 disk.index_mut().active.forget(&some);
-                // A thread waiting for the index holds the log's lock. Without this, the present thread would retake
-                // the index before the other one wakes up.
+                // A thread waiting for the index holds the log's lock. Without this, the present
+                // thread would retake the index before the other one wakes up.
                 drop(self.log.lock());
             }
         }
@@ -363,8 +369,8 @@ impl Keeper {
         }
     }
 
-    /// Gives up the history by copying everything: a part of it can't be read, and the disks' state between there and
-    /// the record that overwrote it is lost.
+    /// Gives up the history by copying everything: a part of it can't be read, and the disks' state
+    /// between there and the record that overwrote it is lost.
     ///
     /// # Errors
     /// If snapshots need the history, or if the damaged part was not overwritten.
@@ -389,7 +395,8 @@ impl Keeper {
         let control = &self.control.control;
         let mut builders: BTreeMap<u32, IndexBuilder> = BTreeMap::new();
         let visit = &mut |found: FoundRecord<'_>| {
-            // What counts now also counted at the end of these segments, because no rewind is split.
+            // What counts now also counted at the end of these segments, because no rewind is
+            // split.
             if !found.counts || found.is_mark() {
                 return;
             }
@@ -402,7 +409,8 @@ impl Keeper {
             let builder = builders.entry(descriptor.disk_id.get()).or_default();
             builder.add(sector, sectors, place);
         };
-        // Their records up to the last one are durable, and the keeper's thread does nothing else meanwhile.
+        // Their records up to the last one are durable, and the keeper's thread does nothing else
+        // meanwhile.
         let segments = range.segments.iter();
         let segments: Vec<_> = segments
             .map(|(segment, last)| (segment.clone(), last.lsn))

@@ -8,18 +8,19 @@ use crate::log::state::Log;
 /// How far back the history of a log's disks reaches, and how much of it is retained.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct LogHistory {
-    /// The base images hold all records up to this LSN, so this is the oldest state that can be restored. The commit
-    /// group and the time are those of this record, or of the next one if it has left the log; 0 if there never was
-    /// one.
+    /// The base images hold all records up to this LSN, so this is the oldest state that can be
+    /// restored. The commit group and the time are those of this record, or of the next one if it
+    /// has left the log; 0 if there never was one.
     pub horizon: Commit,
     /// Bytes of the segments in use.
     pub kept_bytes: u64,
-    /// Bytes of those that must stay: for a look, or for a snapshot between the two points of a restore in place.
+    /// Bytes of those that must stay: for a look, or for a snapshot between the two points of a
+    /// restore in place.
     pub pinned_bytes: u64,
     /// Bytes of all segments the log may have.
     pub room_bytes: u64,
-    /// Bytes of memory taken by the extents of all disks, looks and snapshots. For a log that is not in use: what the
-    /// disks' extents would take.
+    /// Bytes of memory taken by the extents of all disks, looks and snapshots. For a log that is
+    /// not in use: what the disks' extents would take.
     pub index_bytes: u64,
     /// Bytes of the saved files: what snapshots need and the base images no longer have.
     pub saved_bytes: u64,

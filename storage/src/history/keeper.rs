@@ -1,19 +1,21 @@
-//! The log's housekeeper: one thread that makes segments ready before they are needed, and does checkpoints. Its states
-//! are those of [`machine`](crate::history::machine).
+//! The log's housekeeper: one thread that makes segments ready before they are needed, and does
+//! checkpoints. Its states are those of [`machine`](crate::history::machine).
 //!
 //! A checkpoint, for all disks of the log at one LSN *C* (the newest record when it begins):
 //! 1. freeze every disk's index, and make everything up to *C* durable in the log;
-//! 2. note *C* in the control file, copy the frozen extents to the base images and sync those ([`copy`](crate::checkpoint::copy));
+//! 2. note *C* in the control file, copy the frozen extents to the base images and sync those
+//!    ([`copy`](crate::checkpoint::copy));
 //! 3. write the control file: checkpoint LSN *C*, first sequence still needed; sync it;
 //! 4. drop the frozen indexes and recycle the segments that no reader holds any more.
 //!
-//! A close with a time limit may cut step 2 short. That leaves what a kill would leave, except that the whole log is
-//! durable: nothing is recycled, the images stay marked as open, and the next open goes on.
+//! A close with a time limit may cut step 2 short. That leaves what a kill would leave, except that
+//! the whole log is durable: nothing is recycled, the images stay marked as open, and the next open
+//! goes on.
 //!
 //! A log with history does this only for its oldest segments, see [`fold`](crate::history::fold).
 //!
-//! Records above *C* are never copied, so a crash at any point leaves base images that the log, replayed from
-//! the previous checkpoint LSN, brings to the same state.
+//! Records above *C* are never copied, so a crash at any point leaves base images that the log,
+//! replayed from the previous checkpoint LSN, brings to the same state.
 
 use std::collections::BTreeMap;
 use std::time::Duration;
@@ -47,8 +49,8 @@ const AWAITED_RESTS: u32 = 1000;
 /// Pause before a failed checkpoint is tried again.
 const RETRY: Duration = Duration::from_secs(1);
 
-/// A disk whose image is getting a new generation, and two parts that the checkpoint writes to it, by byte offset and
-/// length.
+/// A disk whose image is getting a new generation, and two parts that the checkpoint writes to it,
+/// by byte offset and length.
 type NewGeneration = (Arc<DiskState>, [Option<(u64, u64)>; 2]);
 
 /// Notes in the control file that a disk's image is about to be written. `forget` drops the samples
@@ -99,7 +101,8 @@ pub(crate) struct Keeper {
     phase: Phase,
     /// The saved files that this keeper's copies add to.
     pub(super) saving: Option<SavedFileWriter>,
-    /// The LSN of the snapshot whose saved records this keeper has made durable, and how many there are.
+    /// The LSN of the snapshot whose saved records this keeper has made durable, and how many there
+    /// are.
     pub(super) saved: (u64, u32),
     /// What is being copied back from spill files, by disk number.
     pub(super) copies_back: BTreeMap<u32, CopyBack>,
@@ -154,7 +157,8 @@ impl Keeper {
                 return closed.map(drop);
             }
             self.serve_orders();
-            // A failed checkpoint waits for its retry. A segment file that is needed is made all the same.
+            // A failed checkpoint waits for its retry. A segment file that is needed is made all
+            // the same.
             let done = if paused {
                 // This may make room.
                 self.copy_spills_back();
@@ -179,8 +183,8 @@ impl Keeper {
         self.reclaim();
     }
 
-    /// Sleeps until there is work. Returns whether the keeper should stop. `paused`: an attempt has just failed;
-    /// cleared once the next one may be made.
+    /// Sleeps until there is work. Returns whether the keeper should stop. `paused`: an attempt has
+    /// just failed; cleared once the next one may be made.
     fn wait(&self, paused: &mut bool) -> bool {
         let urgent = |state: &LogState| {
             let keeper = &state.keeper;
@@ -213,11 +217,13 @@ impl Keeper {
     pub(crate) fn step(&mut self, forced: bool) -> Result<()> {
         self.reclaim();
         let preallocated = self.log.preallocate_segment(false, || {});
-        // Cleared before the checkpoint starts: a request that comes while it runs asks for another one.
+        // Cleared before the checkpoint starts: a request that comes while it runs asks for another
+        // one.
         let mut state = self.log.lock();
         let due = std::mem::take(&mut state.keeper.checkpoint) || forced;
         let folds = state.keeps_history() && !forced;
-        // During a checkpoint nobody knows whether the ring is stuck, so requests that need room wait for the result.
+        // During a checkpoint nobody knows whether the ring is stuck, so requests that need room
+        // wait for the result.
         state.keeper.failed &= !due;
         drop(state);
         let mut copied = Ok(());
@@ -296,8 +302,9 @@ impl Keeper {
         self.reclaim();
     }
 
-    /// Copies the log to the base images. `closing`: no port writes any more, so all segments become free. `hurry`: a
-    /// caller is waiting. Returns `false` if the time limit for closing ran out; the checkpoint is then unfinished.
+    /// Copies the log to the base images. `closing`: no port writes any more, so all segments
+    /// become free. `hurry`: a caller is waiting. Returns `false` if the time limit for closing ran
+    /// out; the checkpoint is then unfinished.
     pub(super) fn checkpoint(&mut self, closing: bool, hurry: bool) -> Result<bool> {
         self.fold_for_room()?;
         // Layers left frozen by an earlier attempt come first; when closing, newer records follow.
@@ -319,8 +326,8 @@ impl Keeper {
         self.checkpoint_once(closing, hurry)
     }
 
-    /// Waits until nobody holds room that closing needs: the log's writer while it writes a summary, or a read in
-    /// flight. The medium may never answer, so the wait is bounded.
+    /// Waits until nobody holds room that closing needs: the log's writer while it writes a
+    /// summary, or a read in flight. The medium may never answer, so the wait is bounded.
     pub(super) fn await_readers(&self) {
         for _ in 0..AWAITED_RESTS {
             if !self.log.lock().ring.waits_for_readers() {
@@ -338,8 +345,8 @@ impl Keeper {
         )
     }
 
-    /// Makes everything up to `lsn` durable in the log, if necessary in the ring's last segment. The next write of the
-    /// control file records how far the log is durable.
+    /// Makes everything up to `lsn` durable in the log, if necessary in the ring's last segment.
+    /// The next write of the control file records how far the log is durable.
     pub(super) fn drain(&mut self, lsn: u64) -> Result<()> {
         let needed = self.log.lock().ring.has_none_free();
         let preallocated = if needed {
@@ -372,8 +379,9 @@ impl Keeper {
         }
     }
 
-    /// After everything else was copied: keeps the damaged extents in the frozen layers, except those that durable
-    /// records have since overwritten. The next attempt has nothing else to copy.
+    /// After everything else was copied: keeps the damaged extents in the frozen layers, except
+    /// those that durable records have since overwritten. The next attempt has nothing else to
+    /// copy.
     ///
     /// # Errors
     /// [`ErrorKind::Damaged`] if damaged extents are left. The checkpoint is then unfinished.
@@ -415,8 +423,8 @@ impl Keeper {
         layers.filter(|(_, layer)| !layer.is_empty()).collect()
     }
 
-    /// Notes in the control file that from now on the base images may hold records up to `lsn`, and that the images
-    /// about to be written are getting a new generation.
+    /// Notes in the control file that from now on the base images may hold records up to `lsn`, and
+    /// that the images about to be written are getting a new generation.
     fn announce(&mut self, lsn: u64, layers: &[FrozenLayer]) -> Result<()> {
         if self.copying == Some(lsn) {
             return Ok(());
@@ -425,9 +433,11 @@ impl Keeper {
         self.control.control.durable_lsn = U64::new(self.log.lock().pipeline.durable());
         // What goes to a spill file changes no image.
         let written = || layers.iter().filter(|(disk, _)| !disk.base.is_spilled());
-        // In both slots: if one rots, the other still says that the base images may be ahead of a damaged log.
+        // In both slots: if one rots, the other still says that the base images may be ahead of a
+        // damaged log.
         self.control.change_both(|control| {
-            // The copy includes the rewinds that follow. An earlier, unfinished checkpoint may have copied more.
+            // The copy includes the rewinds that follow. An earlier, unfinished checkpoint may have
+            // copied more.
             let copying = control.header.copying_lsn.get().max(reach);
             control.header.copying_lsn = U64::new(copying);
             for (disk, layer) in written() {
@@ -442,8 +452,8 @@ impl Keeper {
         Ok(())
     }
 
-    /// What operations cost the medium. Measured once, the first time it matters for much work, and never while
-    /// closing.
+    /// What operations cost the medium. Measured once, the first time it matters for much work, and
+    /// never while closing.
     fn medium_cost(&mut self, layers: &[FrozenLayer]) -> MediumCost {
         let state = self.log.lock();
         let (closing, segment) = (state.keeper.stop, state.ring.live().next().cloned());
@@ -457,8 +467,8 @@ impl Keeper {
         }
     }
 
-    /// Makes the records up to `lsn`, the newest one in the frozen layers, durable, and copies the layers.
-    /// The caller settles and ends the copy.
+    /// Makes the records up to `lsn`, the newest one in the frozen layers, durable, and copies the
+    /// layers. The caller settles and ends the copy.
     pub(super) fn copy_frozen(&mut self, lsn: u64, hurry: bool) -> Result<CopyOutcome> {
         self.enter(CopyEvent::Begun);
         let pace = CopyPace::new(&self.log, &mut self.log.lock(), hurry);
@@ -511,7 +521,8 @@ impl Keeper {
 
     /// Does what can't wait for the end of a copy. `meanwhile` is called between the steps.
     pub(super) fn do_urgent_work(&mut self, meanwhile: &mut dyn FnMut()) {
-        // A growing ring needs its next segment. A failure is retried, and reported, after the copy.
+        // A growing ring needs its next segment. A failure is retried, and reported, after the
+        // copy.
         if !self.log.lock().ring.cannot_grow() {
             let _ = self.log.preallocate_segment(true, meanwhile);
         }
@@ -532,8 +543,8 @@ impl Keeper {
             return Ok(false);
         }
         if state.ring.waits_for_readers() {
-            // Readers hold room that this checkpoint may need, each for one read, so try again soon. (Waiting here
-            // would never end, because only this thread reclaims segments.)
+            // Readers hold room that this checkpoint may need, each for one read, so try again
+            // soon. (Waiting here would never end, because only this thread reclaims segments.)
             state.keeper.checkpoint = true;
             return if closing {
                 Err(self.being_read())
@@ -587,8 +598,9 @@ impl Keeper {
         Ok(true)
     }
 
-    /// Ends a checkpoint: the base images durably hold everything up to `horizon`, and the rewinds that follow it, see
-    /// [`reach`](Self::reach). `drop_copied` drops what was copied from the indexes.
+    /// Ends a checkpoint: the base images durably hold everything up to `horizon`, and the rewinds
+    /// that follow it, see [`reach`](Self::reach). `drop_copied` drops what was copied from the
+    /// indexes.
     pub(super) fn end_checkpoint(
         &mut self,
         horizon: Commit,
@@ -612,13 +624,15 @@ impl Keeper {
             settle(control, &self.new_generations);
         });
         if noted.is_err() {
-            // The write may have reached the medium all the same, so the next attempt announces its writes again.
+            // The write may have reached the medium all the same, so the next attempt announces its
+            // writes again.
             self.copying = None;
         }
         noted?;
         self.new_generations.clear();
-        // Only now that the control file no longer needs them may segments be reused and layers dropped. (A new segment
-        // names its predecessor, which must stay in `live` until the control file no longer refers to it.)
+        // Only now that the control file no longer needs them may segments be reused and layers
+        // dropped. (A new segment names its predecessor, which must stay in `live` until the
+        // control file no longer refers to it.)
         drop_copied(self);
         let mut state = self.log.lock();
         state.pipeline.set_applied(lsn);

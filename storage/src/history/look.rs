@@ -1,4 +1,5 @@
-//! A look: a disk as it was at a point in its history. The disk is not in use, or its owner opens the look.
+//! A look: a disk as it was at a point in its history. The disk is not in use, or its owner opens
+//! the look.
 //!
 //! ```text
 //!   LookQueue ──write──▶ scratch file (if there is one: else writes fail)
@@ -52,11 +53,12 @@ use crate::{
 /// Engine ids from here on are writes; those below are reads.
 const WRITES: u64 = 1 << 63;
 
-/// A disk as it was at a point in its history. Reads of damaged bytes fail. Writes fail too, or go to a scratch file. A
-/// FLUSH succeeds at once, because nothing here outlives the look.
+/// A disk as it was at a point in its history. Reads of damaged bytes fail. Writes fail too, or go
+/// to a scratch file. A FLUSH succeeds at once, because nothing here outlives the look.
 ///
-/// If the disk is not in use, it and its log are locked as for [`export_disk`](crate::export_disk): other looks may be
-/// open at the same time, and nobody can write to the disk. The owner of a disk in use opens looks with [`Disk::look`](crate::Disk::look).
+/// If the disk is not in use, it and its log are locked as for [`export_disk`](crate::export_disk):
+/// other looks may be open at the same time, and nobody can write to the disk. The owner of a disk
+/// in use opens looks with [`Disk::look`](crate::Disk::look).
 pub struct Look {
     pub(crate) past: Arc<PastDisk>,
 }
@@ -227,7 +229,8 @@ impl PinnedLog {
     /// Resolves a point of a disk to its LSN.
     ///
     /// # Errors
-    /// [`ErrorKind::NotFound`](crate::ErrorKind) if the disk can't be brought back to it; or the log can't be read.
+    /// [`ErrorKind::NotFound`](crate::ErrorKind) if the disk can't be brought back to it; or the
+    /// log can't be read.
     pub(crate) fn resolve(&self, at: Point, log: &Log, disk_id: u32) -> crate::Result<u64> {
         if at == Point::Newest {
             return Ok(self.newest);
@@ -439,7 +442,8 @@ struct LookQueue {
     engine: Box<dyn Engine>,
     event: Event,
     reads: InFlightReads,
-    /// The writes in flight: their tokens and sectors. The engine id of a write is its key here and [`WRITES`].
+    /// The writes in flight: their tokens and sectors. The engine id of a write is its key here and
+    /// [`WRITES`].
     writes: Slab<(u64, Range<u64>)>,
     /// Completions of requests that needed no I/O.
     done: Vec<Completion>,
@@ -448,7 +452,8 @@ struct LookQueue {
     ended: Vec<IoCompletion>,
 }
 
-/// The outcome of submitting a request: it has ended, with a read's data; or `None`: its completion comes later.
+/// The outcome of submitting a request: it has ended, with a read's data; or `None`: its completion
+/// comes later.
 type RequestOutcome = Option<Option<Buffer>>;
 
 impl LookQueue {

@@ -1,4 +1,5 @@
-//! The keeper as a state machine: what it is doing, what happens, and which orders it serves meanwhile.
+//! The keeper as a state machine: what it is doing, what happens, and which orders it serves
+//! meanwhile.
 //!
 //! ```text
 //!            all orders                                 quick orders                quick orders
@@ -10,10 +11,12 @@
 //!              │                                                                                 ▼
 //!              └───────────────────────────── Ended: settled, failed, or out of time ──────── Settling
 //! ```
-//! Any state but Idle ends with `Ended`. While it is idle, the keeper decides what to copy: the oldest segments
-//! ([`fold`](crate::history::fold)), everything, or the records of a disk that leaves. While it saves or copies, which may take
-//! minutes, orders that take no longer than a sync are served between two parts. None of them begins a copy, so this is not
-//! entered twice. One of them may delete the snapshot that is being saved for: then saving begins again, for an older one.
+//! Any state but Idle ends with `Ended`. While it is idle, the keeper decides what to copy: the
+//! oldest segments ([`fold`](crate::history::fold)), everything, or the records of a disk that
+//! leaves. While it saves or copies, which may take minutes, orders that take no longer than a sync
+//! are served between two parts. None of them begins a copy, so this is not entered twice. One of
+//! them may delete the snapshot that is being saved for: then saving begins again, for an older
+//! one.
 
 use crate::log::orders::KeeperTask;
 

@@ -1,8 +1,9 @@
 //! Disks join and leave a log in use.
 //!
-//! A disk that leaves gets a checkpoint of its own, after which its entry in the control file says that its records are
-//! void. Other disks are not copied. If the log keeps history, nothing is copied: the disk is detached and its records
-//! stay in the log, as with a disk that was opened as a detached one.
+//! A disk that leaves gets a checkpoint of its own, after which its entry in the control file says
+//! that its records are void. Other disks are not copied. If the log keeps history, nothing is
+//! copied: the disk is detached and its records stay in the log, as with a disk that was opened as
+//! a detached one.
 
 use std::path::{Path, PathBuf};
 
@@ -49,7 +50,8 @@ impl Keeper {
         self.disks.push(disk.clone());
         self.limit_spills();
         if disk.since_lsn > newest {
-            // The disk's new state needs an LSN of its own, and in a log in use only records have LSNs.
+            // The disk's new state needs an LSN of its own, and in a log in use only records have
+            // LSNs.
             let mark =
                 Modification::mark(&"a disk has another image".parse()?, MarkCommit::default());
             let at = self.log.lock().pipeline.append(&disk, mark);
@@ -71,9 +73,9 @@ impl Keeper {
         Ok(disk.clone())
     }
 
-    /// Brings a disk's base image up to date, marks it as closed and forgets the disk; or, if the log keeps history,
-    /// detaches it. On failure, the disk stays as it was. `keeps_records`: leaves the image as it
-    /// is, and its disk's newest bytes in a spill file.
+    /// Brings a disk's base image up to date, marks it as closed and forgets the disk; or, if the
+    /// log keeps history, detaches it. On failure, the disk stays as it was. `keeps_records`:
+    /// leaves the image as it is, and its disk's newest bytes in a spill file.
     pub(crate) fn remove(&mut self, disk: &Arc<DiskState>, keeps_records: bool) -> Result<()> {
         self.refuse_failed()?;
         let state = self.log.lock();
@@ -85,7 +87,8 @@ impl Keeper {
         } else if keeps_records {
             self.spill_records(disk)
         } else {
-            // Mark it as closed only after the control file says that the log has no records for it.
+            // Mark it as closed only after the control file says that the log has no records for
+            // it.
             self.copy_records(disk)
                 .and_then(|()| self.bring_up_to_date(disk))
                 .and_then(|()| self.mark_closed(disk))
@@ -118,9 +121,9 @@ impl Keeper {
         entry.map_or_else(PathBuf::new, |entry| entry.path(&self.control.home))
     }
 
-    /// Marks the image of a leaving disk as closed. If that fails, marks it as open again: more records may follow, and
-    /// a log with records for a closed image can't be opened. If that fails too, poisons the log, so that no record
-    /// follows.
+    /// Marks the image of a leaving disk as closed. If that fails, marks it as open again: more
+    /// records may follow, and a log with records for a closed image can't be opened. If that fails
+    /// too, poisons the log, so that no record follows.
     fn mark_closed(&self, disk: &DiskState) -> Result<()> {
         let closed = disk.mark(false).map(drop);
         if closed.is_err()
@@ -147,8 +150,8 @@ impl Keeper {
             if index.active.is_empty() && index.frozen.is_none() && rewound.is_none() {
                 return Ok(());
             }
-            // This frees no segment. If few are unused, a full checkpoint is needed anyway, and it must find the last
-            // segment unused.
+            // This frees no segment. If few are unused, a full checkpoint is needed anyway, and it
+            // must find the last segment unused.
             let few = state.ring.unused_bytes() <= 2 * self.log.segment_size;
             let waits = state.ring.waits_for_readers();
             drop((index, state));
@@ -190,7 +193,8 @@ impl Keeper {
         }
         self.control.change(|control| {
             settle(control, &self.new_generations);
-            // What a rewind has undone must not come back, nor what the disk left behind when it left the log before.
+            // What a rewind has undone must not come back, nor what the disk left behind when it
+            // left the log before.
             let rewound = control.rewound(disk.id).unwrap_or(0);
             if let Some(entry) = control.disk_mut(disk.id) {
                 let void_lsn = entry.void_lsn.get().max(rewound).max(lsn);

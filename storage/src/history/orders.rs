@@ -18,7 +18,8 @@ use crate::sync::Arc;
 use crate::sync::atomic::Ordering;
 
 impl Keeper {
-    /// Carries out the orders, first come first served; in the middle of a copy only those that are quick.
+    /// Carries out the orders, first come first served; in the middle of a copy only those that are
+    /// quick.
     pub(crate) fn serve_orders(&mut self) {
         let phase = self.phase();
         let mut state = self.log.lock();
@@ -69,7 +70,8 @@ impl Keeper {
         let _ = answer.send(done);
     }
 
-    /// Makes everything written so far durable, and names the resulting state of all disks, or of one.
+    /// Makes everything written so far durable, and names the resulting state of all disks, or of
+    /// one.
     pub(crate) fn snapshot(&mut self, name: SnapshotName, disk_id: Option<u32>) -> Result<()> {
         // A log that needs room gets it afterwards, so that a snapshot takes no longer than a sync.
         let mut state = self.log.lock();
@@ -88,9 +90,10 @@ impl Keeper {
         self.change_history(|control| snapshot.add(control))
     }
 
-    /// Makes everything written so far durable, and pins what a look at the disk reads. The base images do not change
-    /// until the pin is dropped. A checkpoint that is due comes first, so that a series of looks can't keep it off for
-    /// ever. If it fails, whatever it copied is still in the log, so a look at the remaining points sees the same.
+    /// Makes everything written so far durable, and pins what a look at the disk reads. The base
+    /// images do not change until the pin is dropped. A checkpoint that is due comes first, so that
+    /// a series of looks can't keep it off for ever. If it fails, whatever it copied is still in
+    /// the log, so a look at the remaining points sees the same.
     pub(crate) fn hold(&mut self, disk: &DiskState, user: PinUser) -> Result<PinnedLog> {
         self.refuse_failed()?;
         let state = self.log.lock();
@@ -147,7 +150,8 @@ impl Keeper {
             (control.history, control.snapshots) = (changed.history, changed.snapshots);
         })?;
         if enlarged {
-            // In both slots: if one rots, the other must not disown the segment files that are made now.
+            // In both slots: if one rots, the other must not disown the segment files that are made
+            // now.
             self.control.write()?;
         }
         let control = &self.control.control;
@@ -161,8 +165,8 @@ impl Keeper {
         Ok(())
     }
 
-    /// Brings the base images up to `lsn`; `exactly`: to one LSN, and they hold no part of a later checkpoint that
-    /// failed.
+    /// Brings the base images up to `lsn`; `exactly`: to one LSN, and they hold no part of a later
+    /// checkpoint that failed.
     fn checkpoint_to(&mut self, lsn: u64, exactly: bool) -> Result<()> {
         loop {
             let done = self.step(true);
@@ -205,8 +209,9 @@ impl Keeper {
         Ok(())
     }
 
-    /// Takes the steps of [`resize`](crate::offline::resize), with the same outcome wherever a crash cuts them. Requests
-    /// see the new size last: by then, recovery is certain to find what they write beyond the old one.
+    /// Takes the steps of [`resize`](crate::offline::resize), with the same outcome wherever a
+    /// crash cuts them. Requests see the new size last: by then, recovery is certain to find what
+    /// they write beyond the old one.
     pub(crate) fn grow(&mut self, disk: &DiskState, size: u64) -> Result<()> {
         let mut set = |size: u64, resizing: u8| {
             self.control.change(|control| {

@@ -29,8 +29,8 @@ pub enum Point {
     Lsn(u64),
     /// After the last record of the commit group with this ID.
     Cid(u64),
-    /// After the last record that was in the log at this time, in microseconds since 1970 by the wall clock. The log's
-    /// times are those of its batches, and never go back.
+    /// After the last record that was in the log at this time, in microseconds since 1970 by the
+    /// wall clock. The log's times are those of its batches, and never go back.
     Time(u64),
     /// The state named by a snapshot.
     Snapshot(SnapshotName),
@@ -60,7 +60,8 @@ impl Point {
     /// Resolves a snapshot to its LSN by looking it up in the log; other points stay as they are.
     ///
     /// # Errors
-    /// [`ErrorKind::NotFound`] if the log, or the snapshot, does not exist; or the log can't be read.
+    /// [`ErrorKind::NotFound`] if the log, or the snapshot, does not exist; or the log can't be
+    /// read.
     pub fn resolve_snapshot(self, log_dir: &Path) -> Result<Self> {
         match self {
             Self::Snapshot(_) => {
@@ -82,12 +83,12 @@ impl Point {
         }
     }
 
-    /// Resolves the point, for a disk of the log, to the LSN of the last record or restore in place up to it. `read`
-    /// calls its argument with each record of the log, in LSN order.
+    /// Resolves the point, for a disk of the log, to the LSN of the last record or restore in place
+    /// up to it. `read` calls its argument with each record of the log, in LSN order.
     ///
     /// # Errors
-    /// [`ErrorKind::NotFound`] if the disk can't be restored to the point; the error names the nearest ones. Errors of
-    /// `read`.
+    /// [`ErrorKind::NotFound`] if the disk can't be restored to the point; the error names the
+    /// nearest ones. Errors of `read`.
     pub(crate) fn resolve(
         self,
         log_dir: &Path,
@@ -95,7 +96,8 @@ impl Point {
         disk_id: u32,
         read: impl FnOnce(&mut dyn FnMut(&Commit)) -> Result<()>,
     ) -> Result<u64> {
-        // Check first whether these are in the past of another image, which would explain why they can't be found.
+        // Check first whether these are in the past of another image, which would explain why they
+        // can't be found.
         if let Self::Lsn(_) | Self::Snapshot(_) = self
             && let Self::Lsn(lsn) = self.resolve_snapshot_in(control, log_dir)?
         {

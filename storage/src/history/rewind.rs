@@ -4,8 +4,8 @@
 //!   records ... │ mark of the disk │ records of other disks ... │ newer records of the disk
 //!                 └─ its LSN becomes that of the rewind, once it is durable
 //! ```
-//! The rewind of a disk that is not in use takes an LSN that no record has. In a log in use, LSNs have no gaps, so a
-//! mark takes the LSN: a record that changes no disk.
+//! The rewind of a disk that is not in use takes an LSN that no record has. In a log in use, LSNs
+//! have no gaps, so a mark takes the LSN: a record that changes no disk.
 
 use crate::catalog::mark_text::MarkText;
 use crate::error::{Error, ErrorKind, Result};
@@ -18,11 +18,12 @@ use crate::sync::Arc;
 use crate::sync::atomic::Ordering;
 
 impl Keeper {
-    /// Restores a disk in place; the caller has pinned the base images. Returns the LSN of the rewind. New records of
-    /// the disk wait until it is done.
+    /// Restores a disk in place; the caller has pinned the base images. Returns the LSN of the
+    /// rewind. New records of the disk wait until it is done.
     ///
     /// # Errors
-    /// If the disk was written to since `request` was made, or the log can't be written. The disk is then as it was.
+    /// If the disk was written to since `request` was made, or the log can't be written. The disk
+    /// is then as it was.
     pub(crate) fn rewind(&mut self, disk: &Arc<DiskState>, request: RewindRequest) -> Result<u64> {
         self.refuse_failed()?;
         let mut next = self.control.control.clone();
@@ -70,8 +71,8 @@ impl Keeper {
             // The room was checked before.
             let _ = control.rewind(disk.id, to, at - 1, unix_us);
         })?;
-        // In the other slot too: if the newer one rots, the other must not bring back what was undone. If this fails,
-        // the next write of the control file does it.
+        // In the other slot too: if the newer one rots, the other must not bring back what was
+        // undone. If this fails, the next write of the control file does it.
         let _ = self.control.write();
         let rewinds = self.control.control.rewinds_of(disk.id).copied();
         *disk.rewinds.lock().expect("rewinds lock") = rewinds.collect();

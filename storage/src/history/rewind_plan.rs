@@ -1,4 +1,5 @@
-//! Planning a restore in place: what a disk would be, and which records would stop or begin to count.
+//! Planning a restore in place: what a disk would be, and which records would stop or begin to
+//! count.
 
 use std::path::Path;
 
@@ -21,8 +22,8 @@ pub struct RewindReport {
     pub to_lsn: u64,
     /// The LSN of the disk's previous state. A restore in place to it undoes this one.
     pub from_lsn: u64,
-    /// The LSN of the restore itself, and so of the disk's present state; `None` if the disk was already in that state
-    /// and nothing changed.
+    /// The LSN of the restore itself, and so of the disk's present state; `None` if the disk was
+    /// already in that state and nothing changed.
     pub lsn: Option<u64>,
     /// Records of the disk that no longer count.
     pub undone: u64,
@@ -54,7 +55,8 @@ impl LogRecords {
         }
     }
 
-    /// Plans a restore to this point; it has no LSN yet. `newest`: the LSN of the disk's present state.
+    /// Plans a restore to this point; it has no LSN yet. `newest`: the LSN of the disk's present
+    /// state.
     ///
     /// # Errors
     /// If the disk can't be restored to this point.
@@ -107,8 +109,8 @@ impl LogRecords {
 }
 
 impl RewindReport {
-    /// Plans a restore on a pinned log, with the request for the keeper; `None`: nothing would change. `newest`: the
-    /// disk's newest record before the log was pinned.
+    /// Plans a restore on a pinned log, with the request for the keeper; `None`: nothing would
+    /// change. `newest`: the disk's newest record before the log was pinned.
     pub(crate) fn plan(
         log: &Log,
         disk: &DiskState,

@@ -3,12 +3,13 @@
 //! ```text
 //!   as of the snapshot  =  saved files of the snapshot ─ gaps ─▶ those of later snapshots ─ gaps ─▶ base image
 //! ```
-//! A copy that moves the base images past a snapshot first saves what it is about to overwrite, once for each sector.
-//! So the log keeps nothing for the snapshot, and the snapshot takes no more room than what has changed since.
+//! A copy that moves the base images past a snapshot first saves what it is about to overwrite,
+//! once for each sector. So the log keeps nothing for the snapshot, and the snapshot takes no more
+//! room than what has changed since.
 //!
-//! A saved file looks like a segment: a header, and batches of records. A snapshot's records are numbered
-//! from the LSN after its own, and the control file says how many there are; all of those are durable. The first ones
-//! have no sectors: they list the disks of the snapshot.
+//! A saved file looks like a segment: a header, and batches of records. A snapshot's records are
+//! numbered from the LSN after its own, and the control file says how many there are; all of those
+//! are durable. The first ones have no sectors: they list the disks of the snapshot.
 
 use std::cell::Cell;
 use std::collections::BTreeMap;
@@ -39,13 +40,14 @@ pub(crate) struct SavedTail {
     pub previous_crc: u32,
 }
 
-/// The path of a saved file of the log in `dir`, for the snapshots at an LSN. Parts have up to a gigabyte each; the
-/// first is part 0.
+/// The path of a saved file of the log in `dir`, for the snapshots at an LSN. Parts have up to a
+/// gigabyte each; the first is part 0.
 pub(crate) fn path(dir: &Path, lsn: u64, part: u64) -> PathBuf {
     dir.join(format!("saved-{lsn:020}-{part:05}"))
 }
 
-/// The LSN of the snapshots that a saved file of this name belongs to; `None` if it is not a saved file's name.
+/// The LSN of the snapshots that a saved file of this name belongs to; `None` if it is not a saved
+/// file's name.
 pub(crate) fn lsn_of(dir: &Path, name: &OsStr) -> Option<u64> {
     let (lsn, part) = name.to_str()?.strip_prefix("saved-")?.split_once('-')?;
     let (lsn, part) = (lsn.parse().ok()?, part.parse().ok()?);
@@ -67,7 +69,8 @@ pub(crate) fn sizes(files: &dyn FileSystem, dir: &Path) -> BTreeMap<u64, u64> {
     sizes
 }
 
-/// The snapshots of a log, oldest first, with the sizes of their files; and the size of all saved files.
+/// The snapshots of a log, oldest first, with the sizes of their files; and the size of all saved
+/// files.
 pub(crate) fn snapshots(
     files: &dyn FileSystem,
     dir: &Path,
@@ -161,8 +164,8 @@ pub(crate) fn read(
     Ok(end)
 }
 
-/// Reads all saved files, every byte that a look may read. Returns what is wrong, each with the LSN of the snapshots it
-/// affects.
+/// Reads all saved files, every byte that a look may read. Returns what is wrong, each with the LSN
+/// of the snapshots it affects.
 pub(crate) fn check(files: &dyn FileSystem, dir: &Path, saved: &SavedFiles) -> Vec<(u64, String)> {
     let mut wrong = Vec::new();
     for &(lsn, count) in saved.counts() {
@@ -263,9 +266,9 @@ fn io_error(segment: &Segment, error: io::Error) -> Error {
     Error::io("read", &segment.path, error)
 }
 
-/// What a disk (number and bytes) held at the first of these LSNs, where its base image may have changed since; gaps
-/// have not changed. Leaves out what was saved for snapshots after the range. `None` if there are no saved files for
-/// the first LSN.
+/// What a disk (number and bytes) held at the first of these LSNs, where its base image may have
+/// changed since; gaps have not changed. Leaves out what was saved for snapshots after the range.
+/// `None` if there are no saved files for the first LSN.
 ///
 /// # Errors
 /// [`ErrorKind::NotFound`] if the snapshot does not have the disk; or if the files can't be read;

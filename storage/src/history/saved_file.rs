@@ -1,4 +1,5 @@
-//! Writing saved files, which hold what snapshots need from the base images. See [`saved`](crate::history::saved).
+//! Writing saved files, which hold what snapshots need from the base images. See
+//! [`saved`](crate::history::saved).
 
 use std::collections::BTreeMap;
 use std::ops::Range;
@@ -30,12 +31,14 @@ const PART: u64 = if cfg!(test) { 64 << 10 } else { 1 << 30 };
 /// Most bytes of a record, and of a batch's payloads.
 const RECORD: u64 = if cfg!(test) { 4 << 10 } else { 256 << 10 };
 const BATCH: usize = if cfg!(test) { 16 << 10 } else { 4 << 20 };
-/// The map of what is saved may take one part in this many of the memory for extents beside the index.
+/// The map of what is saved may take one part in this many of the memory for extents beside the
+/// index.
 const KNOWN_SHARE: u64 = if cfg!(test) { 1 << 10 } else { 4 };
 /// Threads that read base images.
 const READERS: usize = if cfg!(test) { 1 } else { 16 };
 
-/// Writes the saved files that a copy adds to: those of the newest snapshot that the base images have reached.
+/// Writes the saved files that a copy adds to: those of the newest snapshot that the base images
+/// have reached.
 pub(crate) struct SavedFileWriter {
     log: Arc<Log>,
     files: Arc<dyn FileSystem>,
@@ -46,7 +49,8 @@ pub(crate) struct SavedFileWriter {
     /// Where the next batch goes; `None`: no file yet.
     end: Option<SavedTail>,
     parts: u64,
-    /// The saved extents of each disk. `None`: that took too much memory, so the files are read each time.
+    /// The saved extents of each disk. `None`: that took too much memory, so the files are read
+    /// each time.
     known: Option<BTreeMap<u32, ExtentMap>>,
     /// The next batch.
     records: Vec<(Descriptor, Option<Buffer>)>,
@@ -57,7 +61,8 @@ pub(crate) struct SavedFileWriter {
 pub(super) struct UnsavedRanges<'a>(Vec<(&'a DiskState, Range<u64>)>);
 
 impl UnsavedRanges<'_> {
-    /// Upper limit of what saving them costs the medium. `operation`: the cost of an operation, in bytes.
+    /// Upper limit of what saving them costs the medium. `operation`: the cost of an operation, in
+    /// bytes.
     pub(super) fn cost(&self, operation: u64) -> u64 {
         self.0.iter().map(|(_, range)| cost(range, operation)).sum()
     }
@@ -73,8 +78,8 @@ fn cost(range: &Range<u64>, operation: u64) -> u64 {
 type SavedRange = Result<(u32, Range<u64>, Option<Buffer>)>;
 
 impl SavedFileWriter {
-    /// Opens the saved files of the snapshots at `lsn`, which have `count` records. `None` if the time limit for
-    /// closing ran out.
+    /// Opens the saved files of the snapshots at `lsn`, which have `count` records. `None` if the
+    /// time limit for closing ran out.
     pub(super) fn open(log: &Arc<Log>, uuid: &Uuid, lsn: u64, count: u32) -> Result<Option<Self>> {
         let files = log.medium.files();
         let mut known = Some(BTreeMap::new());
@@ -93,7 +98,8 @@ impl SavedFileWriter {
             segment, offset, ..
         }) = &end
         {
-            // Batches that an earlier process wrote but did not commit must not be taken for the next ones.
+            // Batches that an earlier process wrote but did not commit must not be taken for the
+            // next ones.
             let cut = segment.file.set_len(*offset);
             cut.map_err(|error| Error::io("cut off the end of", &segment.path, error))?;
         }
@@ -187,8 +193,8 @@ impl SavedFileWriter {
         Ok(Some(UnsavedRanges(ranges)))
     }
 
-    /// Saves these ranges as fast as `pace` allows. `operation`: the cost of an operation, in bytes. `urgent_work` is
-    /// called between ranges. Returns `false` if the time limit ran out.
+    /// Saves these ranges as fast as `pace` allows. `operation`: the cost of an operation, in
+    /// bytes. `urgent_work` is called between ranges. Returns `false` if the time limit ran out.
     pub(super) fn save(
         &mut self,
         ranges: UnsavedRanges<'_>,
@@ -312,8 +318,8 @@ impl SavedFileWriter {
         Ok(())
     }
 
-    /// Where a batch of `len` bytes goes that follows record `number`. If the current part is full, syncs it and begins
-    /// another.
+    /// Where a batch of `len` bytes goes that follows record `number`. If the current part is full,
+    /// syncs it and begins another.
     fn reserve_room(&mut self, len: u64, number: u64) -> Result<&mut SavedTail> {
         let full = |end: &SavedTail| end.offset + len > PART.max(BLOCK as u64 + len);
         if self.end.as_ref().is_some_and(full) {

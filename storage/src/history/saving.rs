@@ -1,4 +1,5 @@
-//! Saving what snapshots need from the base images, before a copy overwrites it. See [`saved`](crate::history::saved).
+//! Saving what snapshots need from the base images, before a copy overwrites it. See
+//! [`saved`](crate::history::saved).
 
 use zerocopy::little_endian::U32;
 
@@ -25,9 +26,9 @@ enum SaveOutcome {
 }
 
 impl Keeper {
-    /// Saves what snapshots need from the base images before these layers, of records up to `until`, are copied. Counts
-    /// as part of the copy's work for `pace`. Returns `false` if the time limit for closing ran out before everything
-    /// was saved.
+    /// Saves what snapshots need from the base images before these layers, of records up to
+    /// `until`, are copied. Counts as part of the copy's work for `pace`. Returns `false` if the
+    /// time limit for closing ran out before everything was saved.
     ///
     /// Quick orders are served between saved parts, see [`machine`](crate::history::machine).
     ///
@@ -70,7 +71,8 @@ impl Keeper {
         let mut saving = match known {
             Some(saving) => saving,
             None => {
-                // A failed write of the control file may be durable all the same: what it names must stay.
+                // A failed write of the control file may be durable all the same: what it names
+                // must stay.
                 let tried = if self.saved.0 == lsn { self.saved.1 } else { 0 };
                 let count = control.saved(lsn).max(tried);
                 match SavedFileWriter::open(&self.log, &control.header.log, lsn, count)? {

@@ -1,7 +1,7 @@
 //! Writes to a look, which go to a file that is thrown away with the look.
 //!
-//! The disk's bytes have the same offsets in the file. The file is sparse, so it takes only the space of what was
-//! written.
+//! The disk's bytes have the same offsets in the file. The file is sparse, so it takes only the
+//! space of what was written.
 
 use std::collections::BTreeMap;
 use std::fs::{File, OpenOptions};
@@ -19,8 +19,8 @@ use crate::medium::file::DataFile;
 use crate::medium::host;
 use crate::sync::{Arc, Mutex, MutexGuard};
 
-/// Makes an unnamed file for the writes to a [`Look`](crate::Look), in `$TMPDIR` or `/var/tmp`. It is gone once closed,
-/// even by a kill.
+/// Makes an unnamed file for the writes to a [`Look`](crate::Look), in `$TMPDIR` or `/var/tmp`. It
+/// is gone once closed, even by a kill.
 ///
 /// # Errors
 /// If no such file can be made in the directory.

@@ -12,8 +12,8 @@ pub(super) struct Troubles {
 }
 
 impl Troubles {
-    /// Returns the message to log after an attempt, if any. `partly`: the attempt did not cover everything that failed
-    /// before.
+    /// Returns the message to log after an attempt, if any. `partly`: the attempt did not cover
+    /// everything that failed before.
     pub(super) fn report(&mut self, log: &Log, done: &Result<()>, partly: bool) -> Option<String> {
         let Err(error) = done else {
             if !partly && std::mem::take(self).failing {

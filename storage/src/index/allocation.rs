@@ -26,8 +26,9 @@ pub(crate) fn push(extents: &mut Vec<Extent>, sectors: u64, allocation: Allocati
     }
 }
 
-/// See [`Mapped::extents`](crate::Mapped::extents), for a disk of `capacity` sectors. `append` appends the extents, or the
-/// changes, of a range that is given by its first sector and its number of sectors.
+/// See [`Mapped::extents`](crate::Mapped::extents), for a disk of `capacity` sectors. `append`
+/// appends the extents, or the changes, of a range that is given by its first sector and its number
+/// of sectors.
 pub(crate) fn disk_extents<T>(
     sector: u64,
     sectors: u64,
@@ -65,7 +66,8 @@ pub(crate) fn push_piece(
     Ok(())
 }
 
-/// Appends a file's extents for `sectors` sectors from `sector` on. A file that is not the host's is all data.
+/// Appends a file's extents for `sectors` sectors from `sector` on. A file that is not the host's
+/// is all data.
 pub(crate) fn file_extents(
     file: Option<&File>,
     path: &Path,

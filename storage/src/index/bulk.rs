@@ -1,7 +1,8 @@
 //! Building an index from the records of a whole log.
 //!
-//! In a large index each record in the order of the log is a search that misses the processor's caches. So records are
-//! collected, and inserted in the order of their sectors: each leaf is found once, and merged with all that belong into it.
+//! In a large index each record in the order of the log is a search that misses the processor's
+//! caches. So records are collected, and inserted in the order of their sectors: each leaf is found
+//! once, and merged with all that belong into it.
 
 use super::extents::ExtentMap;
 use super::leaf::{IndexExtent, NewExtent};
@@ -9,7 +10,8 @@ use super::memory::ExtentLimit;
 use super::place::Place;
 use crate::error::{Error, Result};
 
-/// Least records that are inserted together. A larger index takes more at a time: one for each `SHARE` that it has got.
+/// Least records that are inserted together. A larger index takes more at a time: one for each
+/// `SHARE` that it has got.
 const LEAST: usize = if cfg!(test) { 16 } else { 1 << 16 };
 const SHARE: usize = 8;
 
@@ -36,7 +38,8 @@ impl IndexBuilder {
         Self { limit, ..builder }
     }
 
-    /// Adds a record that is in the log, or that has no payload. It replaces all that earlier ones put into its range.
+    /// Adds a record that is in the log, or that has no payload. It replaces all that earlier ones
+    /// put into its range.
     pub(crate) fn add(&mut self, sector: u64, sectors: u32, place: Place) {
         if self.is_full() {
             return;
@@ -88,7 +91,8 @@ impl IndexBuilder {
         }
     }
 
-    /// Inserts what was collected: in the order of the sectors, and what overlaps in the order of the log.
+    /// Inserts what was collected: in the order of the sectors, and what overlaps in the order of
+    /// the log.
     fn insert(&mut self) {
         let new_extents = &mut self.new_extents;
         new_extents.sort_unstable_by_key(|new_extent| (new_extent.sector, new_extent.number));

@@ -3,8 +3,8 @@
 //! ```text
 //!   leaves by first sector ─▶ leaf: up to 256 extents in order ─▶ (sector, length, where)
 //! ```
-//! An extent's place takes one word. Words refer to segments, and to payloads not in the log yet, by way of two small
-//! tables beside the leaves.
+//! An extent's place takes one word. Words refer to segments, and to payloads not in the log yet,
+//! by way of two small tables beside the leaves.
 
 use std::collections::{BTreeMap, VecDeque};
 use std::ops::Bound;
@@ -28,8 +28,8 @@ struct PendingPayload {
     payload: Option<SharedBuffer>,
 }
 
-/// Non-overlapping extents in the order of their sectors. The map pins every segment that it has ever named, until it
-/// [releases](Self::release) them.
+/// Non-overlapping extents in the order of their sectors. The map pins every segment that it has
+/// ever named, until it [releases](Self::release) them.
 #[derive(Debug, Default)]
 pub(crate) struct ExtentMap {
     /// By their bases.
@@ -63,7 +63,8 @@ impl ExtentMap {
     /// As [`count_in`](Self::count_in), up to a limit.
     ///
     /// # Errors
-    /// [`ErrorKind::InvalidInput`](crate::ErrorKind::InvalidInput) if that is too much. The caller then drops the map.
+    /// [`ErrorKind::InvalidInput`](crate::ErrorKind::InvalidInput) if that is too much. The caller
+    /// then drops the map.
     pub(crate) fn count_within(&mut self, limit: &ExtentLimit) -> Result<()> {
         self.count_in(&limit.memory);
         limit.check()
@@ -84,7 +85,8 @@ impl ExtentMap {
         self.bytes
     }
 
-    /// Inserts an extent, replacing everything in its range. A payload in memory is that of the whole record.
+    /// Inserts an extent, replacing everything in its range. A payload in memory is that of the
+    /// whole record.
     pub(crate) fn insert(&mut self, sector: u64, sectors: u64, lsn: u64, place: Place) {
         let word = self.pack(sector, lsn, place);
         self.insert_word(sector, sectors, word);
@@ -113,8 +115,8 @@ impl ExtentMap {
         self.count();
     }
 
-    /// Removes everything in a range. Returns what is left of an extent that reached beyond the range: its sectors and
-    /// its place.
+    /// Removes everything in a range. Returns what is left of an extent that reached beyond the
+    /// range: its sectors and its place.
     fn clear(&mut self, sector: u64, end: u64) -> Option<(u64, PackedPlace)> {
         let mut rest = None;
         if let Some((start, before)) = self.before(sector) {
@@ -215,8 +217,8 @@ impl ExtentMap {
         self.count();
     }
 
-    /// Merges as many of these records as possible into the leaf of the first one. Returns how many; `None` if there is
-    /// no such leaf.
+    /// Merges as many of these records as possible into the leaf of the first one. Returns how
+    /// many; `None` if there is no such leaf.
     fn merge_leaf(
         &mut self,
         new_extents: &[NewExtent],
@@ -257,7 +259,8 @@ impl ExtentMap {
     pub(crate) fn visit(&self, sector: u64, sectors: u64, each: &mut impl FnMut(Piece)) {
         let end = sector + sectors;
         let mut at = sector;
-        // If no extent of this leaf begins before the range, one of the leaf before may reach into it.
+        // If no extent of this leaf begins before the range, one of the leaf before may reach into
+        // it.
         let mut before = self.leaves.range(..=sector).rev();
         let from = before.find(|(_, leaf)| leaf.position(sector + 1) > 0);
         let from = from.map_or(0, |(&base, _)| base);
@@ -272,7 +275,8 @@ impl ExtentMap {
         }
     }
 
-    /// Calls `each` with the pieces of `*at..end` up to the end of the leaf's last extent, and advances `at` to there.
+    /// Calls `each` with the pieces of `*at..end` up to the end of the leaf's last extent, and
+    /// advances `at` to there.
     fn visit_leaf(&self, leaf: &Leaf, at: &mut u64, end: u64, each: &mut impl FnMut(Piece)) {
         // The last extent that begins at or before the range may reach into it.
         let first = leaf.position(*at + 1).saturating_sub(1);
@@ -295,8 +299,8 @@ impl ExtentMap {
         }
     }
 
-    /// The record `lsn`, which covered the range, is now in the log: moves the parts of it that are still visible here
-    /// from memory to the log.
+    /// The record `lsn`, which covered the range, is now in the log: moves the parts of it that are
+    /// still visible here from memory to the log.
     pub(crate) fn relocate(
         &mut self,
         sector: u64,
@@ -339,7 +343,8 @@ impl ExtentMap {
         })
     }
 
-    /// The parts of this map that no extent of `newer` covers. This map must have no payloads in memory.
+    /// The parts of this map that no extent of `newer` covers. This map must have no payloads in
+    /// memory.
     pub(crate) fn without(&self, newer: &Self) -> Self {
         let mut left = self.successor();
         for piece in self.iter() {
@@ -362,8 +367,8 @@ impl ExtentMap {
         left
     }
 
-    /// Removes the parts of these pieces that are still current here, that is, at the same place, or zeroes of the same
-    /// record. (A newer record may be in the same segment.)
+    /// Removes the parts of these pieces that are still current here, that is, at the same place,
+    /// or zeroes of the same record. (A newer record may be in the same segment.)
     pub(crate) fn forget(&mut self, pieces: &[Piece]) {
         let mut same = Vec::new();
         for old in pieces {
@@ -456,7 +461,8 @@ impl ExtentMap {
         }
     }
 
-    /// The segment's slot in the table, added if missing. Searches from the end, where recent segments are.
+    /// The segment's slot in the table, added if missing. Searches from the end, where recent
+    /// segments are.
     fn slot(&mut self, segment: &Arc<Segment>) -> usize {
         let named = |slot: &Option<Arc<Segment>>| match slot {
             Some(named) => Arc::ptr_eq(named, segment),
@@ -512,8 +518,8 @@ impl ExtentMap {
         self.leaves.len()
     }
 
-    /// Panics if a look-up could miss an extent, or if memory is counted wrongly. Returns the bytes that the leaves
-    /// take.
+    /// Panics if a look-up could miss an extent, or if memory is counted wrongly. Returns the bytes
+    /// that the leaves take.
     pub(super) fn check(&self) -> u64 {
         let (mut last_end, mut last_start) = (0, None);
         let bytes = self.leaves.values().map(Leaf::bytes).sum();

@@ -21,8 +21,8 @@ impl PackedPlace {
     const PENDING: u64 = 1 << Self::KIND;
     const ZERO: u64 = 2 << Self::KIND;
 
-    /// A sector of the segment in this slot of the table. A segment has at most 2^21 sectors, and the log at most
-    /// 2^16 segments.
+    /// A sector of the segment in this slot of the table. A segment has at most 2^21 sectors, and
+    /// the log at most 2^16 segments.
     pub(super) fn log(slot: usize, sector: u64) -> Self {
         debug_assert!(slot < 1 << 30 && sector < 1 << 32);
         Self((slot as u64) << 32 | sector)
@@ -108,8 +108,8 @@ pub(super) fn zone(sector: u64) -> u64 {
 /// Extents in order, all in one zone. Never empty.
 #[derive(Debug)]
 pub(super) struct Leaf {
-    /// A sector at or before the start of every extent in this leaf, and after the start of every extent in the
-    /// previous leaf.
+    /// A sector at or before the start of every extent in this leaf, and after the start of every
+    /// extent in the previous leaf.
     pub(super) base: u64,
     pub(super) extents: Vec<IndexExtent>,
 }
@@ -132,7 +132,8 @@ impl Leaf {
             .partition_point(|extent| u64::from(extent.start) < limit)
     }
 
-    /// Whether a range lies between two neighbouring extents, where `at` is the index of the second.
+    /// Whether a range lies between two neighbouring extents, where `at` is the index of the
+    /// second.
     pub(super) fn has_gap(&self, at: usize, sector: u64, end: u64) -> bool {
         let (Some(before), Some(after)) = (at.checked_sub(1), self.extents.get(at)) else {
             return false;
@@ -140,9 +141,9 @@ impl Leaf {
         self.end(&self.extents[before]) <= sector && end <= self.start(after)
     }
 
-    /// Merges new extents, in sector order, into the leaf's, up to the first one that partly overlaps an extent.
-    /// `reach`: where the last extent before this leaf ends. `limit`: where the next leaf begins. Returns how many were
-    /// merged.
+    /// Merges new extents, in sector order, into the leaf's, up to the first one that partly
+    /// overlaps an extent. `reach`: where the last extent before this leaf ends. `limit`: where the
+    /// next leaf begins. Returns how many were merged.
     pub(super) fn merge(
         &self,
         new_extents: &[NewExtent],
@@ -193,7 +194,8 @@ impl Leaf {
         count
     }
 
-    /// Adds an extent that overlaps none. If the leaf gets too full, splits off and returns its last extents.
+    /// Adds an extent that overlaps none. If the leaf gets too full, splits off and returns its
+    /// last extents.
     pub(super) fn put(&mut self, sector: u64, extent: IndexExtent) -> Option<Self> {
         let at = self.position(sector);
         if self.extents.len() == self.extents.capacity() {
@@ -238,8 +240,8 @@ impl Leaf {
         }
     }
 
-    /// Frees memory once most of it is unused; not earlier, so that a leaf that shrinks and grows keeps its memory.
-    /// Returns how many bytes.
+    /// Frees memory once most of it is unused; not earlier, so that a leaf that shrinks and grows
+    /// keeps its memory. Returns how many bytes.
     pub(super) fn trim(&mut self) -> u64 {
         let (needed, before) = (self.extents.len().max(STEP), self.bytes());
         if self.extents.capacity() > 4 * needed {

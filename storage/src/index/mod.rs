@@ -5,8 +5,8 @@
 //!             └─ gaps ─▶ frozen (what a running checkpoint copies)
 //!                          └─ gaps ─▶ base image
 //! ```
-//! A checkpoint freezes the active layer at one LSN in O(1) and copies from it without a lock while new writes go to
-//! a new active layer: the copy is exactly the disk as of that LSN.
+//! A checkpoint freezes the active layer at one LSN in O(1) and copies from it without a lock while
+//! new writes go to a new active layer: the copy is exactly the disk as of that LSN.
 
 pub(crate) mod allocation;
 mod bulk;
@@ -41,7 +41,8 @@ impl Index {
         }
     }
 
-    /// Adds the range to `pieces`, cut into pieces, newest layer first; `None` places are in the base image.
+    /// Adds the range to `pieces`, cut into pieces, newest layer first; `None` places are in the
+    /// base image.
     pub(crate) fn pieces(&self, sector: u64, sectors: u64, pieces: &mut Vec<Piece>) {
         let add = &mut |piece: Piece| pieces.push(piece);
         let Some(frozen) = &self.frozen else {
@@ -54,7 +55,8 @@ impl Index {
             });
     }
 
-    /// See [`ExtentMap::relocate`]. The index has a frozen layer for itself until the layer's last record is durable.
+    /// See [`ExtentMap::relocate`]. The index has a frozen layer for itself until the layer's last
+    /// record is durable.
     pub(crate) fn relocate(
         &mut self,
         sector: u64,
@@ -69,7 +71,8 @@ impl Index {
         }
     }
 
-    /// Freezes the active layer, unless one is frozen already, left by a failed checkpoint. Returns whether it did.
+    /// Freezes the active layer, unless one is frozen already, left by a failed checkpoint. Returns
+    /// whether it did.
     pub(crate) fn freeze(&mut self) -> bool {
         let free = self.frozen.is_none();
         if free {
@@ -79,8 +82,8 @@ impl Index {
         free
     }
 
-    /// Undoes [`freeze`](Self::freeze). Nothing may have been inserted since, and nobody else may be using the frozen
-    /// layer.
+    /// Undoes [`freeze`](Self::freeze). Nothing may have been inserted since, and nobody else may
+    /// be using the frozen layer.
     pub(crate) fn thaw(&mut self) {
         let frozen = self.frozen.as_mut().and_then(Arc::get_mut);
         if let Some(frozen) = frozen.map(std::mem::take) {

@@ -12,9 +12,11 @@ pub(crate) enum Place {
         payload: SharedBuffer,
         offset: usize,
     },
-    /// In the log, at a byte offset of a segment file. Holding the segment keeps it from being recycled.
+    /// In the log, at a byte offset of a segment file. Holding the segment keeps it from being
+    /// recycled.
     Log { segment: Arc<Segment>, offset: u64 },
-    /// All zeroes; `unmap` if the base image's space may be given back. `lsn`: the record that made them so.
+    /// All zeroes; `unmap` if the base image's space may be given back. `lsn`: the record that made
+    /// them so.
     Zero { unmap: bool, lsn: u64 },
 }
 

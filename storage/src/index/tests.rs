@@ -1,4 +1,5 @@
-//! Tests of the index against an array that holds one entry a sector, and of the memory that the index takes.
+//! Tests of the index against an array that holds one entry a sector, and of the memory that the
+//! index takes.
 
 use std::path::{Path, PathBuf};
 
@@ -53,7 +54,8 @@ enum Step {
     Checkpointed,
 }
 
-/// Sectors of the model, on both sides of the point where the high half of a sector's number changes.
+/// Sectors of the model, on both sides of the point where the high half of a sector's number
+/// changes.
 const SECTORS: u64 = 1600;
 const FIRST: u64 = (1 << 32) - SECTORS / 2;
 
@@ -103,7 +105,8 @@ struct Model {
     layers: [Vec<SectorOrigin>; 2],
     waiting: Vec<UnwrittenRecord>,
     log: Vec<HeldSegment>,
-    /// What the active layer had in the log when the newest segment began, and how many segments there were.
+    /// What the active layer had in the log when the newest segment began, and how many segments
+    /// there were.
     remembered: (usize, Vec<Piece>),
     next_lsn: u64,
 }
@@ -356,8 +359,8 @@ proptest! {
     }
 }
 
-/// The same with enough records to split leaves, on both sides of the point where the high half of a sector's number
-/// changes.
+/// The same with enough records to split leaves, on both sides of the point where the high half of
+/// a sector's number changes.
 #[test]
 fn a_large_index_is_built_as_it_is_inserted() {
     const SECTORS: u64 = 60_000;
@@ -483,11 +486,13 @@ fn what_is_adjacent_on_the_disk_and_in_the_log_is_one_extent() {
     map.check();
 }
 
-/// The goal is 24 bytes of memory for each logged 4 KiB block, tree and allocator included, however the blocks lie.
+/// The goal is 24 bytes of memory for each logged 4 KiB block, tree and allocator included, however
+/// the blocks lie.
 #[test]
 fn a_logged_block_takes_less_than_24_bytes() {
     const BLOCKS: u64 = 1 << 20;
-    // With an odd multiplier each number below a power of two comes once, in an order without neighbours.
+    // With an odd multiplier each number below a power of two comes once, in an order without
+    // neighbours.
     fn scattered(i: u64) -> u64 {
         i.wrapping_mul(0x9e37_79b1) % BLOCKS
     }

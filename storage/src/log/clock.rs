@@ -1,17 +1,19 @@
 //! A log's clock: the timestamps of its batches, and how long ago something happened.
 //!
-//! Nothing in a log is found or ordered by timestamps, and every wait uses the monotonic clock. So a wrong wall clock
-//! affects neither what is durable nor when. But people look for points in time, and history expires; one wrong reading
-//! of the wall clock must not spoil either:
+//! Nothing in a log is found or ordered by timestamps, and every wait uses the monotonic clock. So
+//! a wrong wall clock affects neither what is durable nor when. But people look for points in time,
+//! and history expires; one wrong reading of the wall clock must not spoil either:
 //!
-//! - While a log is open, the wall clock is believed as long as it agrees with the machine's steady clock. After a
-//!   jump, timestamps follow the steady clock until the wall clock has stayed where it jumped to for [`BELIEVED`].
-//! - Timestamps rise with the LSNs, and repeat if the clock was set back a little. If the clock turns out to have been
-//!   far ahead, they go back to the right time. (A time before the log was made is that of a clock
-//!   that was never set, unless the kernel says that a time service keeps it.) No record was written
-//!   later than the next one, so a record's time is the lowest timestamp from its own on.
-//! - Expiry is measured by the steady clock. For the time between two runs there are only timestamps; it counts if it
-//!   is a [`DAY`] at most.
+//! - While a log is open, the wall clock is believed as long as it agrees with the machine's steady
+//!   clock. After a jump, timestamps follow the steady clock until the wall clock has stayed where
+//!   it jumped to for [`BELIEVED`].
+//! - Timestamps rise with the LSNs, and repeat if the clock was set back a little. If the clock
+//!   turns out to have been far ahead, they go back to the right time. (A time before the log was
+//!   made is that of a clock that was never set, unless the kernel says that a time service keeps
+//!   it.) No record was written later than the next one, so a record's time is the lowest timestamp
+//!   from its own on.
+//! - Expiry is measured by the steady clock. For the time between two runs there are only
+//!   timestamps; it counts if it is a [`DAY`] at most.
 
 use std::path::Path;
 use std::time::{SystemTime, UNIX_EPOCH};
@@ -46,7 +48,8 @@ impl ClockReading {
             tv_sec: 0,
             tv_nsec: 0,
         };
-        // SAFETY: the call writes to `steady` alone. It can't fail: Linux has this clock since 2.6.39.
+        // SAFETY: the call writes to `steady` alone. It can't fail: Linux has this clock since
+        // 2.6.39.
         unsafe { libc::clock_gettime(libc::CLOCK_BOOTTIME, &mut steady) };
         Self {
             wall: wall.map_or(0, |wall| wall.as_micros() as u64),
@@ -105,11 +108,13 @@ pub(crate) struct Timestamp {
 pub(crate) struct LogClock {
     /// The log, for messages.
     log: String,
-    /// The last timestamp; and, when the log was opened, how much time had passed since its oldest record.
+    /// The last timestamp; and, when the log was opened, how much time had passed since its oldest
+    /// record.
     last: u64,
     opened: Timestamp,
     opened_at: u64,
-    /// The last reading that was believed. `certain`: it is more than just the last timestamp in the log.
+    /// The last reading that was believed. `certain`: it is more than just the last timestamp in
+    /// the log.
     agreed: ClockReading,
     certain: bool,
     /// The wall clock jumped to this reading, and is not believed yet.
@@ -120,9 +125,9 @@ pub(crate) struct LogClock {
 }
 
 impl LogClock {
-    /// The clock of a log that is being opened. `last`: its newest timestamp, 0 if there is none. `passed`: how much
-    /// time certainly passed from its oldest record to the newest. `born`: when the log was made, by the wall clock, in
-    /// microseconds since 1970.
+    /// The clock of a log that is being opened. `last`: its newest timestamp, 0 if there is none.
+    /// `passed`: how much time certainly passed from its oldest record to the newest. `born`: when
+    /// the log was made, by the wall clock, in microseconds since 1970.
     pub(crate) fn open(log: &Path, (last, passed): (u64, u64), born: u64) -> Self {
         Self::open_at(log, (last, passed), born, ClockReading::now())
     }
@@ -416,8 +421,8 @@ mod tests {
         assert_eq!(machine.after(MINUTE, &mut clock), machine.right());
     }
 
-    /// The log was made in the run with the wrong clock, so the right time is before its birth. That
-    /// of a machine without a clock battery is too, but no time service keeps it.
+    /// The log was made in the run with the wrong clock, so the right time is before its birth.
+    /// That of a machine without a clock battery is too, but no time service keeps it.
     #[test]
     fn a_log_made_with_a_clock_that_was_ahead_recovers_with_a_time_service() {
         for synchronized in [false, true] {
@@ -460,8 +465,8 @@ mod tests {
         }
     }
 
-    /// A machine without a clock battery boots with an ancient time, and gets the time from the network a little later.
-    /// What it writes before that does not count as old.
+    /// A machine without a clock battery boots with an ancient time, and gets the time from the
+    /// network a little later. What it writes before that does not count as old.
     #[test]
     fn a_clock_that_was_never_set_is_not_believed() {
         let mut machine = Machine::new();
@@ -484,7 +489,8 @@ mod tests {
     #[test]
     fn time_passes_by_the_steady_clock() {
         let mut machine = Machine::new();
-        // Closed for an hour; for two days; for a year, by a wrong clock; and until before the newest record.
+        // Closed for an hour; for two days; for a year, by a wrong clock; and until before the
+        // newest record.
         for (last, closed) in [
             (machine.right() - HOUR, HOUR),
             (machine.right() - 2 * DAY, 0),

@@ -27,8 +27,8 @@ impl fmt::Display for Commit {
 /// Where the records after an LSN begin: a segment's sequence, and a byte offset in the segment.
 pub(crate) type LogPosition = (u64, u64);
 
-/// The last results of reading saved files, oldest first: the files there were, the disk and the snapshot they were
-/// read for, and the extents they have of the disk.
+/// The last results of reading saved files, oldest first: the files there were, the disk and the
+/// snapshot they were read for, and the extents they have of the disk.
 pub(crate) type SavedExtentsCache = Mutex<Vec<(SavedFiles, (u32, u64), Arc<ExtentMap>)>>;
 
 /// Positions found so far, by LSN.

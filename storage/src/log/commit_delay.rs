@@ -1,10 +1,11 @@
 //! How long a commit group waits for more requests to join before it starts.
 //!
-//! While a group syncs, new waiters collect for the next one. So N clients that come straight back end up in two
-//! alternating groups of N/2. A short delay after a sync, until the clients it served are back, makes one group of them
-//! all and halves the syncs. The delay costs the present waiters time, and gains nothing if no client comes back. So it
-//! lasts at most half as long as a sync, ends as soon as all expected waiters are there, and is skipped for a while
-//! after it gained nothing.
+//! While a group syncs, new waiters collect for the next one. So N clients that come straight back
+//! end up in two alternating groups of N/2. A short delay after a sync, until the clients it served
+//! are back, makes one group of them all and halves the syncs. The delay costs the present waiters
+//! time, and gains nothing if no client comes back. So it lasts at most half as long as a sync,
+//! ends as soon as all expected waiters are there, and is skipped for a while after it gained
+//! nothing.
 
 use std::time::{Duration, Instant};
 
@@ -55,9 +56,9 @@ impl CommitDelay {
         }
     }
 
-    /// Whether a group of `waiting` waiters starts now; no sync is running. `complete`: all clients are waiting
-    /// already, so nobody else can join. If it does not start, the leader calls [`expire`](Self::expire) at the
-    /// [`deadline`](Self::deadline).
+    /// Whether a group of `waiting` waiters starts now; no sync is running. `complete`: all clients
+    /// are waiting already, so nobody else can join. If it does not start, the leader calls
+    /// [`expire`](Self::expire) at the [`deadline`](Self::deadline).
     pub(crate) fn try_start(&mut self, waiting: usize, complete: bool) -> bool {
         let adaptive = self.wait == CommitWait::default();
         let has_enough = self.has_enough(waiting, complete);
@@ -101,8 +102,8 @@ impl CommitDelay {
         }
     }
 
-    /// Whether a group of one waiter would start at once and, judging by recent syncs, end soon. Counts as quick until
-    /// a sync has been measured.
+    /// Whether a group of one waiter would start at once and, judging by recent syncs, end soon.
+    /// Counts as quick until a sync has been measured.
     pub(crate) fn is_quick(&self) -> bool {
         self.sync_time < QUICK && self.phase == Phase::Idle && self.has_enough(1, false)
     }
@@ -112,7 +113,8 @@ impl CommitDelay {
         self.sync_time
     }
 
-    /// Whether a group has to keep waiting; otherwise the leader calls [`try_start`](Self::try_start).
+    /// Whether a group has to keep waiting; otherwise the leader calls
+    /// [`try_start`](Self::try_start).
     pub(crate) fn must_wait(&self, waiting: usize, complete: bool) -> bool {
         self.deadline().is_some() && !self.has_enough(waiting, complete)
     }
@@ -149,8 +151,8 @@ impl CommitDelay {
         self.phase = Phase::Idle;
     }
 
-    /// Records a finished group: its sync took `sync_time`, it served `served` waiters, and `waiting` others are
-    /// waiting already.
+    /// Records a finished group: its sync took `sync_time`, it served `served` waiters, and
+    /// `waiting` others are waiting already.
     pub(crate) fn record_group(&mut self, sync_time: Duration, served: usize, waiting: usize) {
         self.sync_time = if self.sync_time.is_zero() {
             sync_time

@@ -1,13 +1,14 @@
-//! A thread's part in group commit: appending records, waiting for an LSN, writing batches, and leading.
+//! A thread's part in group commit: appending records, waiting for an LSN, writing batches, and
+//! leading.
 //!
 //! The leader makes the log durable. One thread leads at a time, by stepping one state machine.
 //! ```text
 //!   begin ──▶ an operation and its group ──run──▶ end ──▶ begin again, or rest
 //!         └─▶ none: rest until the leader is called, or until a wait for more waiters to join a group is over
 //! ```
-//! The log's writer thread does nothing else. A thread that would only wait leads its own group if nobody else leads:
-//! the keeper, for records it needs durable, and a port's thread, for a lone FLUSH while syncs are quick. Crash tests
-//! drive the same machine one step at a time.
+//! The log's writer thread does nothing else. A thread that would only wait leads its own group if
+//! nobody else leads: the keeper, for records it needs durable, and a port's thread, for a lone
+//! FLUSH while syncs are quick. Crash tests drive the same machine one step at a time.
 
 use std::io;
 use std::time::Instant;
@@ -35,7 +36,8 @@ use crate::{Completion, Failure};
 pub(crate) enum AppendError {
     /// Too much is pending. The port gets the request back and retries when it is woken.
     HeldBack(Modification),
-    /// The ring is full and can't be emptied, the disk's spill file is full, or the disk has left the log.
+    /// The ring is full and can't be emptied, the disk's spill file is full, or the disk has left
+    /// the log.
     Stuck,
 }
 
@@ -76,12 +78,12 @@ impl Committer {
         })
     }
 
-    /// Gives a record its LSN, makes it visible to readers and queues it for the log. The next [`start`](Self::start)
-    /// checks for a batch to write.
+    /// Gives a record its LSN, makes it visible to readers and queues it for the log. The next
+    /// [`start`](Self::start) checks for a batch to write.
     ///
     /// # Errors
-    /// If too much is pending, the index takes too much memory, or the disk is being restored in place or has a full
-    /// spill file.
+    /// If too much is pending, the index takes too much memory, or the disk is being restored in
+    /// place or has a full spill file.
     pub(crate) fn append(
         &mut self,
         disk: &Arc<DiskState>,
@@ -90,15 +92,15 @@ impl Committer {
         self.unstarted = true;
         let log = &self.log;
         let mut state = log.lock();
-        // Discards carry no payload, so a guest that only discards could grow the index for as long as the log has
-        // room.
+        // Discards carry no payload, so a guest that only discards could grow the index for as long
+        // as the log has room.
         let index = log.counters.index.bytes();
         if index >= log.index_limit / 2 && !state.keeper.checkpoint {
             state.keeper.checkpoint = true;
             log.keeper_wanted.notify_one();
         }
-        // Half a segment at most: all pending records must fit the ring's last segment, which is reserved for the
-        // keeper.
+        // Half a segment at most: all pending records must fit the ring's last segment, which is
+        // reserved for the keeper.
         let full = state.pipeline.bytes() >= PENDING_LIMIT.min(log.segment_size as usize / 2);
         let many = index >= log.index_limit;
         let detached = disk.detached.load(Ordering::Relaxed);
@@ -140,7 +142,8 @@ impl Committer {
         Ok(lsn)
     }
 
-    /// Completes `token` once `lsn` is durable. `Ok(true)`: it is durable already, and no completion comes.
+    /// Completes `token` once `lsn` is durable. `Ok(true)`: it is durable already, and no
+    /// completion comes.
     pub(crate) fn wait_for(&mut self, lsn: u64, token: u64) -> Result<bool, Failure> {
         let mut state = self.log.lock();
         if self.log.poisoned.load(Ordering::Acquire) {
@@ -148,8 +151,8 @@ impl Committer {
         }
         // Under the lock, a group that ends now either covers this waiter or sees it.
         let covered = state.pipeline.durable() >= lsn;
-        // Without group commit each FLUSH gets a sync of its own, even if an earlier FLUSH's sync came after its
-        // writes.
+        // Without group commit each FLUSH gets a sync of its own, even if an earlier FLUSH's sync
+        // came after its writes.
         if covered && (self.log.most_served > 1 || state.ring.tail().is_none()) {
             return Ok(true);
         }
@@ -166,15 +169,15 @@ impl Committer {
         Ok(false)
     }
 
-    /// Writes the batches that need no sync, and calls the leader if it is wanted.
-    /// `alone`: the thread has nothing to do until a request of this port ends, so it leads a lone, quick group itself.
-    /// Returns whether it did.
+    /// Writes the batches that need no sync, and calls the leader if it is wanted. `alone`: the
+    /// thread has nothing to do until a request of this port ends, so it leads a lone, quick group
+    /// itself. Returns whether it did.
     pub(crate) fn start(&mut self, alone: bool) -> bool {
         self.unstarted && self.process_log(alone, false)
     }
 
-    /// Writes the batches that need no sync, and calls the leader for the others. Every batch it takes has ended when
-    /// this returns. `polls`: the caller takes the port's completions next.
+    /// Writes the batches that need no sync, and calls the leader for the others. Every batch it
+    /// takes has ended when this returns. `polls`: the caller takes the port's completions next.
     fn process_log(&mut self, alone: bool, polls: bool) -> bool {
         self.unstarted = false;
         // If this thread panics, a batch that it took would never end.
@@ -216,7 +219,8 @@ impl Committer {
         }
     }
 
-    /// Clears the port's signal. Call it before looking for completions, so that no later signal is missed.
+    /// Clears the port's signal. Call it before looking for completions, so that no later signal is
+    /// missed.
     pub(crate) fn clear(&self) {
         self.mailbox.event.clear();
     }
@@ -248,8 +252,8 @@ impl Committer {
         self.mailbox.event.sleep_until(None);
     }
 
-    /// Blocks until everything up to `lsn` is durable. The keeper, its only caller, has nothing else to do, so it leads
-    /// the group itself if nobody leads.
+    /// Blocks until everything up to `lsn` is durable. The keeper, its only caller, has nothing
+    /// else to do, so it leads the group itself if nobody leads.
     pub(crate) fn flush(&mut self, lsn: u64, leader: &mut Leader) -> Result<(), Failure> {
         if self.wait_for(lsn, 0)? {
             return Ok(());
@@ -282,7 +286,8 @@ impl Drop for Committer {
 }
 
 impl Committer {
-    /// Completes `token` once `lsn` is written. `Ok(true)`: it is written already, and no completion comes.
+    /// Completes `token` once `lsn` is written. `Ok(true)`: it is written already, and no
+    /// completion comes.
     pub(crate) fn wait_written(&mut self, lsn: u64, token: u64) -> Result<bool, Failure> {
         let log = &self.log;
         let covered = || {
@@ -322,7 +327,8 @@ pub(crate) struct Leader {
     leading: bool,
     /// When the commit delay ends, if one was running when this leader last looked.
     deadline: Option<Instant>,
-    /// The leading thread's mailbox, if it has one. The thread checks it next anyway, so it is not woken.
+    /// The leading thread's mailbox, if it has one. The thread checks it next anyway, so it is not
+    /// woken.
     own: Option<Arc<Mailbox>>,
 }
 
@@ -337,8 +343,8 @@ impl Leader {
         }
     }
 
-    /// Takes the lead, if no other thread has it and there is something to do: the operation to carry out, then to be
-    /// [`end`](Self::end)ed with its group.
+    /// Takes the lead, if no other thread has it and there is something to do: the operation to
+    /// carry out, then to be [`end`](Self::end)ed with its group.
     pub(crate) fn begin(&mut self) -> Option<(Io, Group)> {
         let log = self.log.clone();
         self.begin_locked(log.lock())
@@ -365,15 +371,15 @@ impl Leader {
         next
     }
 
-    /// When the commit delay ends, if one was running when this leader last looked. The writer calls
-    /// [`end_delay`](Self::end_delay) then.
+    /// When the commit delay ends, if one was running when this leader last looked. The writer
+    /// calls [`end_delay`](Self::end_delay) then.
     pub(crate) fn deadline(&self) -> Option<Instant> {
         self.deadline
     }
 
-    /// Ends the operation that [`begin`](Self::begin) returned. `goes_on`: the caller will call `begin` next, so if
-    /// there may be more to do it keeps the lead and gets `true`. Without `goes_on`, the writer thread is called for
-    /// that.
+    /// Ends the operation that [`begin`](Self::begin) returned. `goes_on`: the caller will call
+    /// `begin` next, so if there may be more to do it keeps the lead and gets `true`. Without
+    /// `goes_on`, the writer thread is called for that.
     pub(crate) fn end(&mut self, group: Group, ran: AppendResult, goes_on: bool) -> bool {
         self.buffers.chunks = ran.list;
         let (log, deadline) = (&self.log, &mut self.deadline);
@@ -403,8 +409,8 @@ impl Leader {
         self.log.lock().commit_delay.expire();
     }
 
-    /// Leads one group in the calling thread, if there is no other leader and a group can start; returns whether it
-    /// did.
+    /// Leads one group in the calling thread, if there is no other leader and a group can start;
+    /// returns whether it did.
     pub(crate) fn lead_one(&mut self) -> bool {
         let next = self.begin();
         self.run(next)
@@ -421,7 +427,8 @@ impl Leader {
     }
 }
 
-/// A log's running writer thread. Dropping it waits until the thread has finished the operation at hand.
+/// A log's running writer thread. Dropping it waits until the thread has finished the operation at
+/// hand.
 pub(crate) struct Writer {
     log: Arc<Log>,
     stop: Arc<AtomicBool>,

@@ -30,8 +30,8 @@ pub(crate) struct DiskState {
     pub read_only: bool,
     pub no_flush: bool,
     pub write_cache: AtomicBool,
-    /// The disk was opened as a detached one, or is leaving the log: it takes no more records. Changed under
-    /// the log's lock.
+    /// The disk was opened as a detached one, or is leaving the log: it takes no more records.
+    /// Changed under the log's lock.
     pub detached: AtomicBool,
     /// Records up to this LSN were discarded, or copied before the disk came back to the log.
     pub void_lsn: u64,
@@ -55,7 +55,8 @@ pub(crate) struct DiskState {
 }
 
 impl DiskState {
-    /// The state of a disk from its control file entry; `base` is the image that belongs to the entry.
+    /// The state of a disk from its control file entry; `base` is the image that belongs to the
+    /// entry.
     pub(crate) fn new(entry: &DiskEntry, options: &DiskOptions, base: Image) -> Self {
         Self {
             id: entry.id.get(),
@@ -99,16 +100,16 @@ impl DiskState {
         export.end();
     }
 
-    /// Called before the base image changes in a range of bytes: running exports copy what it holds there, from the
-    /// start of the range. Returns how far they got.
+    /// Called before the base image changes in a range of bytes: running exports copy what it holds
+    /// there, from the start of the range. Returns how far they got.
     pub(crate) fn save(&self, range: Range<u64>) -> u64 {
         let exports = self.exports.lock().expect("exports lock").clone();
         let saved = exports.iter().map(|export| export.save(range.clone()));
         saved.min().unwrap_or(range.end)
     }
 
-    /// Writes the base image's mark, and makes the mark and all earlier writes to the image durable. Returns whether
-    /// the image's file system has extended attributes.
+    /// Writes the base image's mark, and makes the mark and all earlier writes to the image
+    /// durable. Returns whether the image's file system has extended attributes.
     pub(crate) fn mark(&self, open: bool) -> Result<bool> {
         let mark = ImageMark {
             disk: self.uuid,

@@ -5,10 +5,11 @@
 //!                 reader ─▶      ▲
 //!                                a later checkpoint: what it is about to overwrite is copied first
 //! ```
-//! Right after a checkpoint, the base image holds the disk as of one record. One thread, the reader, copies it from
-//! front to back. Only the log's keeper writes to the image, and before it changes a part that the reader has not
-//! reached, it copies that part itself. So each part is copied once, as it was at the start, while requests go on and
-//! checkpoints free the log's segments as usual.
+//! Right after a checkpoint, the base image holds the disk as of one record. One thread, the
+//! reader, copies it from front to back. Only the log's keeper writes to the image, and before it
+//! changes a part that the reader has not reached, it copies that part itself. So each part is
+//! copied once, as it was at the start, while requests go on and checkpoints free the log's
+//! segments as usual.
 
 use std::collections::BTreeMap;
 use std::fs::File;
@@ -26,8 +27,8 @@ use crate::sync::{Arc, Condvar, Mutex, MutexGuard};
 const BLOCK: u64 = if cfg!(test) { 8 << 10 } else { COPY_BYTES };
 /// The exported file in errors: only its descriptor is known.
 pub(crate) const TARGET: &str = "the exported file";
-/// After this many bytes, the reader syncs the copy and drops its cached pages: a large copy must not fill memory with
-/// dirty pages.
+/// After this many bytes, the reader syncs the copy and drops its cached pages: a large copy must
+/// not fill memory with dirty pages.
 pub(crate) const SYNC_BYTES: u64 = 64 << 20;
 
 /// See the module's documentation.
@@ -76,8 +77,8 @@ impl Export {
         })
     }
 
-    /// Begins the export of the first `size` bytes that the base image holds now. Called by the keeper, with no
-    /// checkpoint under way.
+    /// Begins the export of the first `size` bytes that the base image holds now. Called by the
+    /// keeper, with no checkpoint under way.
     ///
     /// # Errors
     /// If the file can't have this size.
@@ -93,8 +94,8 @@ impl Export {
         self.copied.notify_all();
     }
 
-    /// Copies the next part. Returns how far the copy has come, the disk's size, and how many bytes were copied. Called
-    /// by the reader until the first two are equal.
+    /// Copies the next part. Returns how far the copy has come, the disk's size, and how many bytes
+    /// were copied. Called by the reader until the first two are equal.
     ///
     /// # Errors
     /// If the image can't be read or the file can't be written, here or by the keeper.
@@ -127,8 +128,8 @@ impl Export {
         Ok(done)
     }
 
-    /// Copies a part of the range, from its start, unless that is copied already. Returns where the part ends. Called
-    /// by the keeper, which may then change it.
+    /// Copies a part of the range, from its start, unless that is copied already. Returns where the
+    /// part ends. Called by the keeper, which may then change it.
     pub(crate) fn save(&self, range: Range<u64>) -> u64 {
         let reads = |progress: &mut ExportProgress| {
             let (first, end) = (range.start.max(progress.next), range.end.min(progress.busy));
@@ -165,7 +166,8 @@ impl Export {
         }
     }
 
-    /// The next part of the range that has data, at most one block; the end of the range if there is none.
+    /// The next part of the range that has data, at most one block; the end of the range if there
+    /// is none.
     fn next_data(&self, range: Range<u64>) -> Result<Range<u64>> {
         let base = self.base();
         let mut data = DataRanges::new(base.file.host(), base.path, range.clone(), BLOCK);

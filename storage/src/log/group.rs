@@ -3,11 +3,13 @@
 //! ```text
 //!  pending ──batch──▶ writing (several at once) ──▶ written ──sync (one at a time)──▶ durable
 //! ```
-//! The stages overlap: while one group syncs, the next one is collected, and many pending records are written early.
-//! Usually nothing is being written when a sync can begin: then one operation writes and syncs all pending records. The
-//! log's leader ([`Leader`](crate::log::committer::Leader)) runs the operations that sync, one group after the other. A
-//! batch that is only written is written by a port within one call, so no batch depends on a thread that may not come
-//! back. The leader also starts the page cache's write-back of such batches.
+//! The stages overlap: while one group syncs, the next one is collected, and many pending records
+//! are written early. Usually nothing is being written when a sync can begin: then one operation
+//! writes and syncs all pending records. The log's leader
+//! ([`Leader`](crate::log::committer::Leader)) runs the operations that sync, one group after the
+//! other. A batch that is only written is written by a port within one call, so no batch depends on
+//! a thread that may not come back. The leader also starts the page cache's write-back of such
+//! batches.
 
 use std::ops::Range;
 use std::time::Instant;
@@ -28,7 +30,8 @@ use crate::sync::atomic::Ordering;
 use crate::sync::{self, Arc};
 use crate::{Buffer, SharedBuffer};
 
-/// With this many bytes of payload pending, records are written even though no waiter needs them yet.
+/// With this many bytes of payload pending, records are written even though no waiter needs them
+/// yet.
 const WRITE_BEHIND: usize = 1 << 20;
 /// Write-back of a segment starts each time this many of its bytes are in the page cache.
 const WRITE_BACK: u64 = 1 << 20;
@@ -37,14 +40,15 @@ const MOST_WRITING: usize = 4;
 /// Most segments written and not synced.
 const MOST_UNSYNCED: usize = 8;
 
-/// A batch being written, a sync, or both in one operation. Neither: a segment's summary is being written, or
-/// write-back is being started.
+/// A batch being written, a sync, or both in one operation. Neither: a segment's summary is being
+/// written, or write-back is being started.
 pub(crate) struct Group {
     batch: Option<GroupBatch>,
     sync: Option<GroupSync>,
 }
 
-/// The emptied lists of earlier groups, so that a leading thread does not allocate new ones for each group.
+/// The emptied lists of earlier groups, so that a leading thread does not allocate new ones for
+/// each group.
 #[derive(Default)]
 pub(crate) struct GroupBuffers {
     records: Vec<Vec<Record>>,
@@ -111,8 +115,8 @@ impl Log {
             .or_else(|| self.write_summary(state, buffers))
     }
 
-    /// The next write without a sync for a port, while the leader may be busy with a sync: a batch, or a segment's
-    /// summary; `None` if there is none.
+    /// The next write without a sync for a port, while the leader may be busy with a sync: a batch,
+    /// or a segment's summary; `None` if there is none.
     pub(crate) fn write_behind(
         &self,
         state: &mut LogState,
@@ -129,8 +133,8 @@ impl Log {
         batch.or_else(|| self.write_summary(state, buffers))
     }
 
-    /// Writes the next segment summary. Nothing waits for it and nothing syncs it: without it, opening the log is only
-    /// slower.
+    /// Writes the next segment summary. Nothing waits for it and nothing syncs it: without it,
+    /// opening the log is only slower.
     fn write_summary(
         &self,
         state: &mut LogState,
@@ -154,8 +158,8 @@ impl Log {
         Some((io, Group { batch, sync }))
     }
 
-    /// Whether pending records should be written before anyone needs a sync: there are many bytes of them, or a waiter
-    /// waits for `written`.
+    /// Whether pending records should be written before anyone needs a sync: there are many bytes
+    /// of them, or a waiter waits for `written`.
     fn must_write_early(&self, state: &LogState) -> bool {
         let much = WRITE_BEHIND.min(self.segment_size as usize / 8);
         state.pipeline.queued_bytes() >= much || self.is_awaited(state)
@@ -173,16 +177,17 @@ impl Log {
             || self.leader_must_write(state)
     }
 
-    /// Whether pending records should be written without a sync and possibly no port will: a port that began to wait
-    /// while the leader wrote a batch, or whose batch had to wait for write-back, does not look again.
+    /// Whether pending records should be written without a sync and possibly no port will: a port
+    /// that began to wait while the leader wrote a batch, or whose batch had to wait for
+    /// write-back, does not look again.
     fn leader_must_write(&self, state: &LogState) -> bool {
         let left = self.is_awaited(state) && !planted(Mutant::WrittenForgotten);
         let left = left || self.leader_alone || state.pipeline.is_released();
         left && self.must_write_early(state)
     }
 
-    /// How to write a batch that needs no sync yet: past the page cache if the leader writes every batch, because it
-    /// then has the medium to itself.
+    /// How to write a batch that needs no sync yet: past the page cache if the leader writes every
+    /// batch, because it then has the medium to itself.
     fn unsynced_scope(&self) -> SyncScope {
         if self.leader_alone {
             SyncScope::None
@@ -199,8 +204,8 @@ impl Log {
             && state.commit_delay.is_quick()
     }
 
-    /// Whether a group starts without a commit delay: group commit is off, a checkpoint is waiting for it, or there is
-    /// no room for more records.
+    /// Whether a group starts without a commit delay: group commit is off, a checkpoint is waiting
+    /// for it, or there is no room for more records.
     fn is_urgent(&self, state: &LogState) -> bool {
         self.most_served == 1 || state.keeper.draining.is_some() || state.ring.is_starved()
     }
@@ -215,8 +220,8 @@ impl Log {
         state.commit_delay.try_start(waiting, complete)
     }
 
-    /// The next operation towards a sync for the waiters. `None` if the leader has none: a port is writing their
-    /// records, or the records have no room.
+    /// The next operation towards a sync for the waiters. `None` if the leader has none: a port is
+    /// writing their records, or the records have no room.
     fn serve(&self, state: &mut LogState, buffers: &mut GroupBuffers) -> Option<(Io, Group)> {
         let (batched, written) = (state.pipeline.batched(), state.pipeline.written());
         if state.pipeline.writing() == 0 {
@@ -227,7 +232,8 @@ impl Log {
                 return Some(group);
             }
         }
-        // A batch is being written, or has no room. Waiters whose records are written already get their sync.
+        // A batch is being written, or has no room. Waiters whose records are written already get
+        // their sync.
         let (mut ready, mut wanted) = (false, false);
         self.next_served(state).for_each(|lsn| {
             ready |= lsn <= written;
@@ -242,16 +248,16 @@ impl Log {
         }
     }
 
-    /// How many pending records make the next batch, and the bytes of its header, without padding, and of its padded
-    /// payloads.
+    /// How many pending records make the next batch, and the bytes of its header, without padding,
+    /// and of its padded payloads.
     fn measure_batch(&self, state: &LogState) -> (usize, usize, usize) {
         let (mut count, mut checksums, mut payload) = (0, 0, 0);
-        // A batch takes everything that may be pending, so that one sync serves all waiters; less if segments are
-        // small, more for one long record.
+        // A batch takes everything that may be pending, so that one sync serves all waiters; less
+        // if segments are small, more for one long record.
         let quarter = self.segment_size as usize / 4;
-        // Records that a checkpoint waits for are written in one batch, so that they fit the ring's last segment: up to
-        // half a segment may be pending, plus one request of at most a quarter, and the last quarter has room for the
-        // headers.
+        // Records that a checkpoint waits for are written in one batch, so that they fit the ring's
+        // last segment: up to half a segment may be pending, plus one request of at most a quarter,
+        // and the last quarter has room for the headers.
         let draining = state.is_draining();
         let most = PENDING_LIMIT.min(if draining { 3 * quarter } else { quarter });
         // Without group commit, a batch takes only the records that the first waiter needs.
@@ -277,8 +283,8 @@ impl Log {
         )
     }
 
-    /// Makes sure that the tail has room for a batch, if necessary by moving on to a free segment. Returns whether it
-    /// has.
+    /// Makes sure that the tail has room for a batch, if necessary by moving on to a free segment.
+    /// Returns whether it has.
     fn make_room(&self, state: &mut LogState, batch: BatchSize) -> bool {
         let (draining, starved) = (state.is_draining(), state.ring.is_starved());
         let found = match state.ring.make_room(batch, draining) {
@@ -287,7 +293,8 @@ impl Log {
             Room::Next(segment) => {
                 let (salt, batched) = (self.medium.salt(), state.pipeline.batched());
                 state.ring.begin_tail(segment, self.uuid, salt, batched);
-                // The keeper prepares the next segment, and checkpoints before any write has to wait.
+                // The keeper prepares the next segment, and checkpoints before any write has to
+                // wait.
                 state.keeper.checkpoint |= state.needs_room();
                 true
             }
@@ -306,9 +313,9 @@ impl Log {
         found
     }
 
-    /// Makes a batch of pending records. `synced`: the same operation also syncs it if a waiter needs one of its
-    /// records; only while no other batch is being written. `None` if nothing is pending, too many batches are being
-    /// written, or there is no room.
+    /// Makes a batch of pending records. `synced`: the same operation also syncs it if a waiter
+    /// needs one of its records; only while no other batch is being written. `None` if nothing is
+    /// pending, too many batches are being written, or there is no room.
     fn build_batch(
         &self,
         state: &mut LogState,
@@ -449,8 +456,8 @@ impl Log {
     /// A group for records that are already written and only need a sync.
     fn build_sync(&self, state: &mut LogState) -> (Io, Group) {
         let mut segments = state.pipeline.sync_written();
-        // A waiter needs more than is durable, so some segment is written and not synced. Only without group commit may
-        // it be synced already.
+        // A waiter needs more than is durable, so some segment is written and not synced. Only
+        // without group commit may it be synced already.
         if segments.is_empty() {
             let tail = state.ring.tail().expect("something was written");
             segments.push(tail.segment.clone());
@@ -476,8 +483,9 @@ impl Log {
         state.waiters.lsns().take(self.most_served)
     }
 
-    /// Ends a group: publishes the watermarks and completes the waiters it served. `own`: the caller's mailbox, if it
-    /// checks it next and need not be woken. `then` is called with the lock held.
+    /// Ends a group: publishes the watermarks and completes the waiters it served. `own`: the
+    /// caller's mailbox, if it checks it next and need not be woken. `then` is called with the lock
+    /// held.
     pub(crate) fn end_group<T>(
         &self,
         group: Group,
@@ -515,7 +523,8 @@ impl Log {
         }
         let mut state = self.lock();
         if self.poisoned.load(Ordering::Acquire) {
-            // Another group has failed in the meantime: every waiter has its error, and nothing becomes durable.
+            // Another group has failed in the meantime: every waiter has its error, and nothing
+            // becomes durable.
             return then(&mut state);
         }
         let LogState {
@@ -552,7 +561,8 @@ impl Log {
         let held_back = self.held_back.swap(false, Ordering::Relaxed);
         let then = then(&mut state);
         drop(state);
-        // Before any client learns that its request has ended: it may then close its disk, which the records hold.
+        // Before any client learns that its request has ended: it may then close its disk, which
+        // the records hold.
         if let Some(GroupBatch { mut records, .. }) = group.batch {
             records.clear();
             buffers.records.push(records);
@@ -567,8 +577,9 @@ impl Log {
     }
 }
 
-/// What to write back once these bytes of a segment are in the page cache: the step that they complete, and the step
-/// before it, where parallel writes may have left something. `None` if they complete no step.
+/// What to write back once these bytes of a segment are in the page cache: the step that they
+/// complete, and the step before it, where parallel writes may have left something. `None` if they
+/// complete no step.
 fn written_back(written: Range<u64>, step: u64) -> Option<Range<u64>> {
     let (begin, end) = (written.start / step, written.end / step);
     (begin < end).then(|| begin.saturating_sub(1) * step..end * step)
@@ -586,10 +597,11 @@ fn chunk(buffer: SharedBuffer) -> Chunk {
 }
 
 impl Log {
-    /// Whether a waiter needs pending records written, and no running batch would start the next one when it ends.
+    /// Whether a waiter needs pending records written, and no running batch would start the next
+    /// one when it ends.
     ///
-    /// Records collect while a batch is being written, because fewer, larger batches cost less. But clients that flush
-    /// wait for each of their few writes, so then a second batch may begin.
+    /// Records collect while a batch is being written, because fewer, larger batches cost less. But
+    /// clients that flush wait for each of their few writes, so then a second batch may begin.
     pub(crate) fn is_awaited(&self, state: &LogState) -> bool {
         let (waiters, pipeline) = (&state.waiters, &state.pipeline);
         let most = if waiters.lsns().len() > 0 { 2 } else { 1 };

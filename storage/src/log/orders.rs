@@ -1,5 +1,5 @@
-//! Orders to the keeper, whose callers wait for the result: checkpoint now, begin an export, grow a disk, add or remove
-//! one, make a snapshot, look at a disk in use, or restore it in place.
+//! Orders to the keeper, whose callers wait for the result: checkpoint now, begin an export, grow a
+//! disk, add or remove one, make a snapshot, look at a disk in use, or restore it in place.
 //!
 //! ```text
 //!   Disk::checkpoint ───┐                          ┌─▶ keeper: checkpoint until the LSN is in the base images
@@ -27,7 +27,8 @@ use crate::log::pin::{PinUser, PinnedBase, PinnedLog};
 use crate::sync::{self, Arc, mpsc};
 use crate::{Condition, Trouble};
 
-/// Registers a disk in the log's control file. Gets the log's open disks, and the LSN of their present state.
+/// Registers a disk in the log's control file. Gets the log's open disks, and the LSN of their
+/// present state.
 pub(crate) type DiskAdoption =
     Box<dyn FnOnce(&mut ControlFile, &[Arc<DiskState>], u64) -> Result<Arc<DiskState>> + Send>;
 
@@ -75,7 +76,8 @@ pub(crate) enum KeeperTask {
 }
 
 impl KeeperTask {
-    /// Whether it takes no longer than a sync, so that it can be done in the middle of a checkpoint.
+    /// Whether it takes no longer than a sync, so that it can be done in the middle of a
+    /// checkpoint.
     pub(crate) fn is_quick(&self) -> bool {
         matches!(
             self,
@@ -107,7 +109,8 @@ pub(crate) struct KeeperState {
     pub retain: Retention,
     /// The log's snapshots, oldest first, with those that keep points for exports.
     pub snapshots: Vec<Snapshot>,
-    /// Those of them that need the log for as long as they exist, because the base images can't stop at their LSN.
+    /// Those of them that need the log for as long as they exist, because the base images can't
+    /// stop at their LSN.
     pub inside_rewinds: Vec<Snapshot>,
     /// The saved files of snapshots that the base images have moved past.
     pub saved: SavedFiles,
@@ -117,11 +120,13 @@ pub(crate) struct KeeperState {
     pub reached: u64,
     /// Who has pinned the base images.
     pub pins: Vec<PinnedBase>,
-    /// A checkpoint is waiting for the pending records up to this LSN, which may use the ring's last segment.
+    /// A checkpoint is waiting for the pending records up to this LSN, which may use the ring's
+    /// last segment.
     pub draining: Option<u64>,
     /// The last attempt to make room, by a checkpoint or by a new segment file, failed.
     pub failed: bool,
-    /// After an attempt that failed for lack of space, requests that need room wait, and `failed` is not set.
+    /// After an attempt that failed for lack of space, requests that need room wait, and `failed`
+    /// is not set.
     pub pauses: bool,
     /// Why the log can't be emptied or can't grow; [`Condition::Ok`] if it can.
     pub trouble: Condition,
@@ -138,16 +143,17 @@ impl KeeperState {
         self.snapshots.iter().filter(made).copied().collect()
     }
 
-    /// A snapshot or look needs everything after this LSN, which stays in the log while there is room. `None`: no such
-    /// snapshot or look. (Snapshots that the base images have moved past have saved files instead.)
+    /// A snapshot or look needs everything after this LSN, which stays in the log while there is
+    /// room. `None`: no such snapshot or look. (Snapshots that the base images have moved past have
+    /// saved files instead.)
     pub(crate) fn pinned(&self) -> Option<u64> {
         let snapshots = self.snapshots.iter().map(|snapshot| snapshot.lsn);
         let ahead = snapshots.filter(|lsn| *lsn >= self.reached);
         ahead.chain(self.pins.iter().map(|pin| pin.lsn)).min()
     }
 
-    /// Everything after this LSN must stay in the log: a look needs it, or a snapshot at which the base images can't
-    /// stop. `None`: there is neither.
+    /// Everything after this LSN must stay in the log: a look needs it, or a snapshot at which the
+    /// base images can't stop. `None`: there is neither.
     pub(crate) fn held(&self) -> Option<u64> {
         let inside_rewinds = self.inside_rewinds.iter().map(|snapshot| snapshot.lsn);
         inside_rewinds
@@ -155,8 +161,8 @@ impl KeeperState {
             .min()
     }
 
-    /// As [`held`](Self::held), without exports, which give way when the log needs room, and restores in place, which
-    /// end soon.
+    /// As [`held`](Self::held), without exports, which give way when the log needs room, and
+    /// restores in place, which end soon.
     pub(crate) fn held_firmly(&self) -> Option<u64> {
         let snapshots = self.inside_rewinds.iter();
         let snapshots = snapshots.filter(|snapshot| !snapshot.name.is_of_export());
@@ -176,7 +182,8 @@ impl KeeperState {
         done.as_ref().is_err_and(|error| !waits(error))
     }
 
-    /// Notes why an attempt to empty or grow the log has failed. The trouble dates from the first failure of this kind.
+    /// Notes why an attempt to empty or grow the log has failed. The trouble dates from the first
+    /// failure of this kind.
     pub(crate) fn note(&mut self, error: &Error) {
         let mut trouble = Trouble::now(error, false);
         let now = if error.is_no_space() {

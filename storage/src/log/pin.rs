@@ -13,8 +13,8 @@ pub(crate) enum PinUser {
     Look,
     /// An export, which gives way when the log needs room.
     Export,
-    /// A restore in place, which replaces the index: an unfinished full checkpoint, which has a layer of it, is finished
-    /// first.
+    /// A restore in place, which replaces the index: an unfinished full checkpoint, which has a
+    /// layer of it, is finished first.
     Rewind,
 }
 
@@ -26,14 +26,16 @@ pub(crate) struct PinnedBase {
     pub user: PinUser,
 }
 
-/// While this exists, the log's base images do not change, and all records after an LSN stay in the log.
+/// While this exists, the log's base images do not change, and all records after an LSN stay in the
+/// log.
 pub(crate) struct Pin {
     log: Arc<Log>,
     base: PinnedBase,
 }
 
 impl Pin {
-    /// Pins the base images. Only the keeper, which writes to them, may do that, and not while it copies.
+    /// Pins the base images. Only the keeper, which writes to them, may do that, and not while it
+    /// copies.
     pub(crate) fn new(log: &Arc<Log>, user: PinUser) -> Self {
         let mut state = log.lock();
         let lsn = state.pipeline.applied();
@@ -62,8 +64,9 @@ impl Drop for Pin {
 
 /// The part of a log that a look reads: all records up to an LSN, all of them durable.
 pub(crate) struct PinnedLog {
-    /// The segments with records that are not in the base images, oldest first, each with its last LSN so far. Declared
-    /// before the pin, so that they are released before the keeper looks for free segments.
+    /// The segments with records that are not in the base images, oldest first, each with its last
+    /// LSN so far. Declared before the pin, so that they are released before the keeper looks for
+    /// free segments.
     pub segments: Vec<(Arc<Segment>, u64)>,
     /// The newest record.
     pub newest: u64,

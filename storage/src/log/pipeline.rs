@@ -4,7 +4,8 @@
 //!  append ──▶ pending ──batch──▶ writing (several at once) ──▶ unsynced ──sync (one at a time)──▶ durable
 //!        appended           batched                       written                            durable
 //! ```
-//! The words in the bottom line are watermarks: the LSN of the newest record that has come this far.
+//! The words in the bottom line are watermarks: the LSN of the newest record that has come this
+//! far.
 
 use std::collections::VecDeque;
 use std::sync::OnceLock;
@@ -24,7 +25,8 @@ pub(crate) struct Modification {
     pub sector: u64,
     pub sectors: u32,
     pub payload: Option<Payload>,
-    /// Set for a mark, whose text is the payload and which changes no disk. Its position in the log is reported here.
+    /// Set for a mark, whose text is the payload and which changes no disk. Its position in the log
+    /// is reported here.
     pub mark: Option<MarkCommit>,
 }
 
@@ -80,8 +82,8 @@ impl Record {
         }
     }
 
-    /// What the record counts towards the pending bytes. A record without a payload counts too, because it takes a
-    /// descriptor; so memory stays bounded.
+    /// What the record counts towards the pending bytes. A record without a payload counts too,
+    /// because it takes a descriptor; so memory stays bounded.
     fn pending_bytes(&self) -> usize {
         self.change.payload_len().max(512)
     }
@@ -116,7 +118,8 @@ pub(crate) struct Pipeline {
     /// Bytes of `pending`, and of the records in batches that are being written.
     queued_bytes: usize,
     writing_bytes: usize,
-    /// Batches being written, and written ones that still have an unfinished batch before them, in log order.
+    /// Batches being written, and written ones that still have an unfinished batch before them, in
+    /// log order.
     writing: VecDeque<InFlightBatch>,
     /// Segments with written batches that no sync covers, finished or running.
     unsynced: Vec<Arc<Segment>>,
@@ -180,8 +183,8 @@ impl Pipeline {
         self.applied
     }
 
-    /// Notes that all records up to `lsn` are in the base images. Rewinds after the records count when a log is opened,
-    /// so the next checkpoint may name a lower LSN.
+    /// Notes that all records up to `lsn` are in the base images. Rewinds after the records count
+    /// when a log is opened, so the next checkpoint may name a lower LSN.
     pub(crate) fn set_applied(&mut self, lsn: u64) {
         self.applied = lsn;
     }
@@ -211,7 +214,8 @@ impl Pipeline {
         self.queued_bytes + self.writing_bytes
     }
 
-    /// The number of batches being written, plus written ones that still have an unfinished batch before them.
+    /// The number of batches being written, plus written ones that still have an unfinished batch
+    /// before them.
     pub(crate) fn writing(&self) -> usize {
         self.writing.len()
     }
@@ -222,7 +226,8 @@ impl Pipeline {
         writing.filter(|one| !one.synced && !one.ended).count()
     }
 
-    /// Whether a batch without a sync may be written now. If not, it counts as waiting for write-back.
+    /// Whether a batch without a sync may be written now. If not, it counts as waiting for
+    /// write-back.
     pub(crate) fn admit_unsynced(&mut self) -> bool {
         self.held_up = self.write_backs.len() >= MOST_WRITE_BACKS;
         !self.held_up
@@ -273,8 +278,8 @@ impl Pipeline {
         lsn
     }
 
-    /// Moves the oldest `count` pending records, at least one, to `records`: the next batch to be written to `segment`.
-    /// If `synced`, [`sync_batch`](Self::sync_batch) follows.
+    /// Moves the oldest `count` pending records, at least one, to `records`: the next batch to be
+    /// written to `segment`. If `synced`, [`sync_batch`](Self::sync_batch) follows.
     pub(crate) fn begin_batch(
         &mut self,
         count: usize,
@@ -302,7 +307,8 @@ impl Pipeline {
         });
     }
 
-    /// The batch with this last record is written. It counts only once all earlier batches are written too.
+    /// The batch with this last record is written. It counts only once all earlier batches are
+    /// written too.
     pub(crate) fn end_batch(&mut self, last_lsn: u64) {
         let mut writing = self.writing.iter_mut();
         let batch = writing.find(|batch| batch.last_lsn == last_lsn && !batch.ended);
@@ -331,8 +337,8 @@ impl Pipeline {
         self.write_backs.retain(other);
     }
 
-    /// Begins a sync of the newest batch and everything before it. Returns what it must cover: the batch alone, if
-    /// everything before it is durable and the file system honours durable writes.
+    /// Begins a sync of the newest batch and everything before it. Returns what it must cover: the
+    /// batch alone, if everything before it is durable and the file system honours durable writes.
     pub(crate) fn sync_batch(&mut self) -> SyncScope {
         self.begin_sync(self.batched);
         assert_eq!(self.writing.len(), 1, "no batch before it is being written");
@@ -365,7 +371,8 @@ impl Pipeline {
         tracepoints::synced(self.next_cid - 1, self.durable);
     }
 
-    /// Drops everything on its way, because the log has failed and nothing becomes durable any more.
+    /// Drops everything on its way, because the log has failed and nothing becomes durable any
+    /// more.
     pub(crate) fn fail(&mut self) {
         self.pending.clear();
         self.writing.clear();
@@ -397,8 +404,8 @@ impl Pipeline {
                 && appended < self.next_lsn,
             "applied {applied}, durable {durable}, written {written}, batched {batched}, appended {appended}"
         );
-        // The pending records are exactly those in no batch, in LSN order. (LSNs of a dropped torn tail, up to the
-        // `next_lsn` at opening, belong to no record.)
+        // The pending records are exactly those in no batch, in LSN order. (LSNs of a dropped torn
+        // tail, up to the `next_lsn` at opening, belong to no record.)
         let newest = self.pending.iter().rev().map(|record| record.lsn);
         assert!(
             newest.eq((batched + 1..=appended).rev().take(self.pending.len()))
@@ -479,7 +486,8 @@ pub(crate) mod tests {
         assert!(text.unwrap_or("").contains(part), "{text:?}, not {part}");
     }
 
-    /// A pipeline with record 1 durable, 2 written, 3 being written, 4 written out of order, 5 and 6 pending.
+    /// A pipeline with record 1 durable, 2 written, 3 being written, 4 written out of order, 5 and
+    /// 6 pending.
     fn pipeline() -> Pipeline {
         let disk = DiskState::new(
             &DiskEntry::new_zeroed(),

@@ -1,7 +1,8 @@
-//! Reads in flight. A read is split into parts, each from one place; the parts are verified and put together.
+//! Reads in flight. A read is split into parts, each from one place; the parts are verified and put
+//! together.
 //!
-//! A port's reads are in a [`ReadQueue`] of their own, because two threads end them: the port's, and the keeper when it
-//! needs the segments that they pin.
+//! A port's reads are in a [`ReadQueue`] of their own, because two threads end them: the port's,
+//! and the keeper when it needs the segments that they pin.
 
 use std::path::{Path, PathBuf};
 
@@ -97,16 +98,19 @@ struct PendingRead {
 /// The reads in flight of one thread.
 #[derive(Default)]
 pub(crate) struct InFlightReads {
-    /// A part's engine id: the key of its read here, in 31 bits, then the part's first sector in the read, in 32 bits.
+    /// A part's engine id: the key of its read here, in 31 bits, then the part's first sector in
+    /// the read, in 32 bits.
     reads: Slab<PendingRead>,
 }
 
 impl InFlightReads {
-    /// Begins a read of `sectors` sectors from `sector` on, already accepted by [`check_read`]. `parts`: its parts, in
-    /// order. `submit` takes operations for an engine, with ids below 2^63. Returns the data if no operation is needed.
+    /// Begins a read of `sectors` sectors from `sector` on, already accepted by [`check_read`].
+    /// `parts`: its parts, in order. `submit` takes operations for an engine, with ids below 2^63.
+    /// Returns the data if no operation is needed.
     ///
     /// # Errors
-    /// If there is no memory for it, and no part of it was submitted. Otherwise it fails when its parts have ended.
+    /// If there is no memory for it, and no part of it was submitted. Otherwise it fails when its
+    /// parts have ended.
     pub(crate) fn begin(
         &mut self,
         token: u64,
@@ -184,8 +188,8 @@ impl InFlightReads {
         }
     }
 
-    /// Handles the end of a part. Returns the read's completion if this was its last part. `path` names the disk in
-    /// messages about failed reads.
+    /// Handles the end of a part. Returns the read's completion if this was its last part. `path`
+    /// names the disk in messages about failed reads.
     pub(crate) fn end_part(&mut self, path: &Path, end: IoCompletion) -> Option<Completion> {
         let (key, skipped) = ((end.id >> 32) as usize, end.id & u64::from(u32::MAX));
         let at = (skipped * SECTOR_SIZE) as usize;
@@ -194,8 +198,8 @@ impl InFlightReads {
         let logged = read.logged.iter().position(|(first, _)| *first == skipped);
         let logged = logged.map(|found| read.logged.swap_remove(found).1);
         let result = end.result.map_err(|error| error.to_string());
-        // Verify bytes of the log before the client gets them: bytes that the medium changed, or never wrote, are an
-        // error.
+        // Verify bytes of the log before the client gets them: bytes that the medium changed, or
+        // never wrote, are an error.
         let result = result.and_then(|part| match (part, logged) {
             (Some(part), Some(logged)) => {
                 let verified = logged.verified(part).map_err(|error| error.to_string());
@@ -261,7 +265,8 @@ impl ReadQueue {
         }
     }
 
-    /// Begins a read, see [`InFlightReads::begin`]. It may start now or at the next [`start`](Self::start).
+    /// Begins a read, see [`InFlightReads::begin`]. It may start now or at the next
+    /// [`start`](Self::start).
     pub(crate) fn begin(
         &mut self,
         token: u64,
@@ -283,7 +288,8 @@ impl ReadQueue {
         }
     }
 
-    /// Ends the reads that the medium has answered. Their completions wait for the next [`poll`](Self::poll).
+    /// Ends the reads that the medium has answered. Their completions wait for the next
+    /// [`poll`](Self::poll).
     fn collect(&mut self) {
         if self.in_engine == 0 {
             return;

@@ -22,8 +22,8 @@ use crate::sync::Arc;
 
 /// Segments kept ready: one for the next writes, one for records that a checkpoint finds pending.
 const READY: usize = 2;
-/// Until the next segment file is made, only one part in this many of a segment is used; the rest is room for
-/// everything that may be pending.
+/// Until the next segment file is made, only one part in this many of a segment is used; the rest
+/// is room for everything that may be pending.
 const GROWING_SHARE: u64 = 8;
 /// Most summaries waiting to be written; one more drops the oldest.
 const MOST_PENDING_SUMMARIES: usize = 2;
@@ -47,9 +47,11 @@ pub(crate) enum Room {
     Tail,
     /// In this free segment, which becomes the [next tail](SegmentRing::begin_tail).
     Next(Arc<Segment>),
-    /// There is room, but a running checkpoint, or the preallocation of a segment file, releases it bit by bit.
+    /// There is room, but a running checkpoint, or the preallocation of a segment file, releases it
+    /// bit by bit.
     Later,
-    /// Nowhere yet. `left`: segments that are free or can still be made. `reserved`: those are the keeper's.
+    /// Nowhere yet. `left`: segments that are free or can still be made. `reserved`: those are the
+    /// keeper's.
     None { left: u32, reserved: bool },
 }
 
@@ -62,7 +64,8 @@ pub(crate) struct SegmentRing {
     pub most_freed: usize,
     /// Segment files made so far.
     files: u32,
-    /// The last attempt to make a segment file failed. Until one succeeds, the existing files are the whole ring.
+    /// The last attempt to make a segment file failed. Until one succeeds, the existing files are
+    /// the whole ring.
     cannot_grow: bool,
     next_sequence: u64,
     tail: Option<Tail>,
@@ -74,11 +77,13 @@ pub(crate) struct SegmentRing {
     retiring: Vec<Arc<Segment>>,
     /// Free segments, used in the order in which they were freed.
     free: VecDeque<Arc<Segment>>,
-    /// No segment has room for the pending records and the ring can't grow: a checkpoint has to free a segment.
+    /// No segment has room for the pending records and the ring can't grow: a checkpoint has to
+    /// free a segment.
     starved: bool,
     /// The last batch that was not the keeper's found no room; a checkpoint has to make some.
     full: bool,
-    /// Bytes of log from its opening to the position of the next batch. Unused ends of segments count too.
+    /// Bytes of log from its opening to the position of the next batch. Unused ends of segments
+    /// count too.
     end: u64,
     /// [`Timestamp::passed`] of the next batch.
     passed: u64,
@@ -113,7 +118,8 @@ impl GrowthQuota {
 }
 
 impl SegmentRing {
-    /// A ring of `files` segment files, at most `most`. The newest of the `live` segments takes no more batches.
+    /// A ring of `files` segment files, at most `most`. The newest of the `live` segments takes no
+    /// more batches.
     pub(crate) fn new(
         segment_size: u64,
         (files, most): (u32, u32),
@@ -162,7 +168,8 @@ impl SegmentRing {
         self.tail.as_ref()
     }
 
-    /// Bytes of log from its opening to the position of the next batch. Unused ends of segments count too.
+    /// Bytes of log from its opening to the position of the next batch. Unused ends of segments
+    /// count too.
     pub(crate) fn end(&self) -> u64 {
         self.end
     }
@@ -172,7 +179,8 @@ impl SegmentRing {
         self.starved
     }
 
-    /// Whether the last batch that was not the keeper's found no room, and none has been made since.
+    /// Whether the last batch that was not the keeper's found no room, and none has been made
+    /// since.
     pub(crate) fn is_full(&self) -> bool {
         self.full
     }
@@ -227,7 +235,8 @@ impl SegmentRing {
         self.free.is_empty() && self.to_come() == 0
     }
 
-    /// The number of the segment file to make now, if one is needed; see [`is_short`](Self::is_short).
+    /// The number of the segment file to make now, if one is needed; see
+    /// [`is_short`](Self::is_short).
     pub(crate) fn next_file(&self) -> Option<u32> {
         (self.free.len() < READY && self.files < self.most).then_some(self.files)
     }
@@ -270,13 +279,14 @@ impl SegmentRing {
         !std::mem::replace(&mut self.cannot_grow, true)
     }
 
-    /// The checkpoint lets the log grow to `end`; `None`: as long as there is room. Returns whether a batch was waiting
-    /// for that.
+    /// The checkpoint lets the log grow to `end`; `None`: as long as there is room. Returns whether
+    /// a batch was waiting for that.
     pub(crate) fn allow(&mut self, end: Option<u64>) -> bool {
         self.copied.set(end)
     }
 
-    /// Bytes that batches may use before they need a segment file that is not made yet; 0 if no segment is free.
+    /// Bytes that batches may use before they need a segment file that is not made yet; 0 if no
+    /// segment is free.
     pub(crate) fn ready_bytes(&self) -> u64 {
         let tail = self
             .tail
@@ -288,8 +298,8 @@ impl SegmentRing {
         }
     }
 
-    /// While a segment file is being made, lets the log grow to `end`; `None`: it is done. Returns whether a batch was
-    /// waiting for that.
+    /// While a segment file is being made, lets the log grow to `end`; `None`: it is done. Returns
+    /// whether a batch was waiting for that.
     pub(crate) fn make_progress(&mut self, end: Option<u64>) -> bool {
         self.made.set(end)
     }
@@ -299,8 +309,8 @@ impl SegmentRing {
         self.made.awaited
     }
 
-    /// Finds room for a batch and for its segment's summary. `draining`: the batch is the keeper's, which may use the
-    /// summary's room.
+    /// Finds room for a batch and for its segment's summary. `draining`: the batch is the keeper's,
+    /// which may use the summary's room.
     pub(crate) fn make_room(&mut self, batch: BatchSize, draining: bool) -> Room {
         let bytes = batch.whole;
         let end = self.end + bytes;
@@ -308,8 +318,8 @@ impl SegmentRing {
         if !draining && !(self.copied.admits(end) & self.made.admits(end)) {
             return Room::Later;
         }
-        // While the ring still grows and no segment is free, most of the tail is reserved for the keeper, in case no
-        // segment file can be made.
+        // While the ring still grows and no segment is free, most of the tail is reserved for the
+        // keeper, in case no segment file can be made.
         let growing = self.free.is_empty() && self.files < self.most;
         let usable = if growing && !draining {
             self.segment_size / GROWING_SHARE
@@ -324,8 +334,8 @@ impl SegmentRing {
             self.full &= draining;
             return Room::Tail;
         }
-        // The ring's last segment is reserved for the keeper. With it, a checkpoint can always make the pending records
-        // durable, however full the ring is, and so free the other segments.
+        // The ring's last segment is reserved for the keeper. With it, a checkpoint can always make
+        // the pending records durable, however full the ring is, and so free the other segments.
         let left = self.free.len() as u32 + self.to_come();
         let may = left > 1 || draining;
         let next = may.then(|| self.free.pop_front()).flatten();
@@ -343,8 +353,8 @@ impl SegmentRing {
         }
     }
 
-    /// Continues the log in a segment that [`make_room`](Self::make_room) returned. `batched`: the LSN of the newest
-    /// record so far.
+    /// Continues the log in a segment that [`make_room`](Self::make_room) returned. `batched`: the
+    /// LSN of the newest record so far.
     pub(crate) fn begin_tail(&mut self, segment: Arc<Segment>, log: Uuid, salt: u64, batched: u64) {
         // The unused end of the previous segment counts as used.
         self.end = self.end.next_multiple_of(self.segment_size);
@@ -390,8 +400,8 @@ impl SegmentRing {
         });
     }
 
-    /// Seals the tail: it takes no more batches, and its summary is queued. Returns an empty list for the headers of
-    /// the next tail.
+    /// Seals the tail: it takes no more batches, and its summary is queued. Returns an empty list
+    /// for the headers of the next tail.
     fn seal_tail(&mut self, log: Uuid) -> Vec<u8> {
         let Some(tail) = self.tail.take() else {
             return Vec::new();
@@ -419,8 +429,9 @@ impl SegmentRing {
         self.pending_summaries.clear();
     }
 
-    /// Advances the tail past a batch of `bytes`, segment header included. `header`: the batch's header with
-    /// descriptors and checksums, and its CRC. `last`: its last record, and when it was built.
+    /// Advances the tail past a batch of `bytes`, segment header included. `header`: the batch's
+    /// header with descriptors and checksums, and its CRC. `last`: its last record, and when it was
+    /// built.
     pub(crate) fn extend_tail(&mut self, bytes: u64, header: (&[u8], u32), last: Commit) {
         let tail = self.tail.as_mut().expect("the batch is in it");
         tail.extend(bytes, header, self.segment_size);
@@ -430,7 +441,8 @@ impl SegmentRing {
         (live.last, live.passed) = (last, self.passed);
     }
 
-    /// Records the time of the next batch. No earlier record may have a later time, so those are corrected.
+    /// Records the time of the next batch. No earlier record may have a later time, so those are
+    /// corrected.
     pub(crate) fn note_time(&mut self, stamp: Timestamp) {
         self.passed = stamp.passed;
         let later = |live: &&mut LiveSegment| live.last.unix_us > stamp.unix_us;
@@ -443,8 +455,8 @@ impl SegmentRing {
         self.tail = None;
     }
 
-    /// How many of the oldest segments can be freed once all records up to `lsn` are in the base images, and the
-    /// sequence of the first that can't. The tail never can.
+    /// How many of the oldest segments can be freed once all records up to `lsn` are in the base
+    /// images, and the sequence of the first that can't. The tail never can.
     pub(crate) fn find_freeable(&self, lsn: u64) -> (usize, u64) {
         let most = self.live.len() - usize::from(self.tail.is_some());
         let keep = self.live.iter().position(|live| live.last.lsn > lsn);
@@ -456,7 +468,8 @@ impl SegmentRing {
         )
     }
 
-    /// How many segments a log with history frees at a time. Fewer, larger checkpoints rewrite a hot block less often.
+    /// How many segments a log with history frees at a time. Fewer, larger checkpoints rewrite a
+    /// hot block less often.
     pub(crate) fn step(&self, retain: Retention) -> usize {
         let rest = u64::from(self.most).saturating_sub(retain.segments(self.segment_size));
         (rest as usize / 2).clamp(1, self.most_freed)
@@ -467,9 +480,9 @@ impl SegmentRing {
         self.live.len() + self.step(retain) >= self.most as usize
     }
 
-    /// How many of the oldest segments to free now under this retention, and how many of those have not expired yet.
-    /// `now`: see [`Timestamp::passed`]. `pressed`: room is needed, whatever the retention. `pinned`: everything after
-    /// this LSN stays.
+    /// How many of the oldest segments to free now under this retention, and how many of those have
+    /// not expired yet. `now`: see [`Timestamp::passed`]. `pressed`: room is needed, whatever the
+    /// retention. `pinned`: everything after this LSN stays.
     pub(crate) fn expired(
         &self,
         retain: Retention,
@@ -519,7 +532,8 @@ impl SegmentRing {
         self.live.len() - older.count()
     }
 
-    /// Takes the oldest `count` segments out of use. They are free once they are [reclaimed](Self::reclaim).
+    /// Takes the oldest `count` segments out of use. They are free once they are
+    /// [reclaimed](Self::reclaim).
     pub(crate) fn retire(&mut self, count: usize) {
         let retired = self.live.drain(..count).map(|live| live.segment);
         let first = self.retiring.len();

@@ -29,9 +29,10 @@ use crate::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use crate::sync::{self, Arc, Condvar, Mutex, MutexGuard, WakeFlag, mpsc};
 use crate::{Condition, Failure, MAX_REQUEST_BYTES, Trouble};
 
-/// Payload bytes that may be pending in memory; beyond that, appends wait (backpressure). The limit is what a fast
-/// device keeps in flight, and no more: with 32 MiB, sequential appends were a quarter slower, because payloads were
-/// copied into memory that the processor's caches had long evicted.
+/// Payload bytes that may be pending in memory; beyond that, appends wait (backpressure). The limit
+/// is what a fast device keeps in flight, and no more: with 32 MiB, sequential appends were a
+/// quarter slower, because payloads were copied into memory that the processor's caches had long
+/// evicted.
 pub(crate) const PENDING_LIMIT: usize = 4 << 20;
 
 /// The state guarded by the log's lock. The lock is never held across I/O.
@@ -104,8 +105,8 @@ impl LogState {
         self.keeper.draining.is_some_and(|lsn| batched < lsn)
     }
 
-    /// Whether the log, its owner or the caller of an order is waiting for the keeper, which then must not yield the
-    /// medium.
+    /// Whether the log, its owner or the caller of an order is waiting for the keeper, which then
+    /// must not yield the medium.
     pub(crate) fn is_pressing(&self) -> bool {
         self.ring.is_starved() || self.keeper.stop || !self.keeper.orders.is_empty()
     }
@@ -130,13 +131,14 @@ impl LogState {
         self.keeps_history() || self.ring.is_half_used()
     }
 
-    /// Whether the ring is full and can't be emptied. Until that changes, requests that need room fail.
+    /// Whether the ring is full and can't be emptied. Until that changes, requests that need room
+    /// fail.
     pub(crate) fn is_stuck(&self) -> bool {
         self.ring.is_starved() && self.keeper.failed
     }
 
-    /// If the ring is stuck, takes the waiters for records that are in no batch yet. The records stay, and become
-    /// durable at some unknown time.
+    /// If the ring is stuck, takes the waiters for records that are in no batch yet. The records
+    /// stay, and become durable at some unknown time.
     pub(crate) fn take_stuck(&mut self) -> Vec<Waiter> {
         let batched = self.pipeline.batched();
         if self.is_stuck() {
@@ -223,13 +225,14 @@ impl Log {
             Ok(state) => state,
             // Already panicking: cleaning up can't make things worse.
             Err(poisoned) if std::thread::panicking() => poisoned.into_inner(),
-            // Another thread panicked while holding the lock: a bug, already reported. The state may be half changed,
-            // so going on would risk the promises.
+            // Another thread panicked while holding the lock: a bug, already reported. The state
+            // may be half changed, so going on would risk the promises.
             Err(_) => panic!("the log's state was left half changed"),
         }
     }
 
-    /// Promise 5: a failed write or sync of the log is final. Every waiter gets an error, now and later.
+    /// Promise 5: a failed write or sync of the log is final. Every waiter gets an error, now and
+    /// later.
     pub(crate) fn poison(&self, error: &std::io::Error) {
         let mut state = self.lock();
         // Only the first failure counts; it already gave every waiter its error.
@@ -246,7 +249,8 @@ impl Log {
 
     /// The condition of the log's disks.
     pub(crate) fn condition(&self) -> Condition {
-        // A thread that panicked with the lock may have left other fields half changed, but not these.
+        // A thread that panicked with the lock may have left other fields half changed, but not
+        // these.
         let state = self.state.lock();
         let state = state.unwrap_or_else(std::sync::PoisonError::into_inner);
         match (&state.failure, &state.keeper.trouble) {
@@ -323,8 +327,8 @@ impl Log {
         self.wake_ports();
     }
 
-    /// Ends the reads that the medium has answered, on all ports. A port that nobody polls would otherwise pin segments
-    /// for ever.
+    /// Ends the reads that the medium has answered, on all ports. A port that nobody polls would
+    /// otherwise pin segments for ever.
     pub(crate) fn reap_reads(&self) {
         let ports = self.lock().waiters.ports();
         let reads = ports.iter().filter_map(|port| port.reads.get()?.upgrade());
@@ -344,8 +348,8 @@ impl Log {
     }
 }
 
-/// Poisons the log if the thread panics before this is dropped. Nobody else would do what this thread was about to do,
-/// and its waiters would wait for ever.
+/// Poisons the log if the thread panics before this is dropped. Nobody else would do what this
+/// thread was about to do, and its waiters would wait for ever.
 pub(crate) struct PanicGuard<'a> {
     log: &'a Log,
     /// The thread was panicking already: cleaning up after a panic elsewhere does no harm.
@@ -390,8 +394,8 @@ impl Log {
     pub(crate) fn order(&self, task: KeeperTask) -> error::Result<()> {
         let (answer, answered) = mpsc::channel();
         let mut state = self.lock();
-        // The keeper sets `gone` and drops the remaining orders under the same lock, so every order is answered or
-        // refused.
+        // The keeper sets `gone` and drops the remaining orders under the same lock, so every order
+        // is answered or refused.
         if !state.keeper.gone && !state.keeper.stop {
             state.keeper.orders.push(KeeperOrder { task, answer });
             self.keeper_wanted.notify_all();

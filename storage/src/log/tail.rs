@@ -37,8 +37,8 @@ pub(crate) struct BatchSize {
 }
 
 impl Tail {
-    /// Whether a batch, and then the summary, fit a segment of `segment_size` bytes. `draining`: the batch is the
-    /// keeper's, which may use the summary's room.
+    /// Whether a batch, and then the summary, fit a segment of `segment_size` bytes. `draining`:
+    /// the batch is the keeper's, which may use the summary's room.
     pub(crate) fn has_room(&self, batch: BatchSize, draining: bool, segment_size: u64) -> bool {
         let summary = if draining || planted(Mutant::SummaryUnreserved) {
             0
@@ -48,8 +48,8 @@ impl Tail {
         self.offset + batch.whole + summary <= segment_size
     }
 
-    /// Advances past a batch of `bytes`, segment header included. `header` is its header with descriptors and
-    /// checksums, and `crc` that header's checksum.
+    /// Advances past a batch of `bytes`, segment header included. `header` is its header with
+    /// descriptors and checksums, and `crc` that header's checksum.
     pub(crate) fn extend(&mut self, bytes: u64, (header, crc): (&[u8], u32), segment_size: u64) {
         debug_assert!(
             bytes.is_multiple_of(format::BLOCK as u64),
@@ -67,7 +67,8 @@ impl Tail {
         }
     }
 
-    /// Makes the segment's summary, unless it gets none. Also returns the emptied header list, for the next tail.
+    /// Makes the segment's summary, unless it gets none. Also returns the emptied header list, for
+    /// the next tail.
     pub(crate) fn seal(self, log: Uuid, segment_size: u64) -> (Option<PendingSummary>, Vec<u8>) {
         let mut headers = self.headers.unwrap_or_default();
         let footer = SummaryFooter::new(log, self.sequence, self.salt);
@@ -86,7 +87,8 @@ impl Tail {
         (pending, headers)
     }
 
-    /// Bytes of the summary once `more` bytes of batch headers are added; 0 if the segment gets none.
+    /// Bytes of the summary once `more` bytes of batch headers are added; 0 if the segment gets
+    /// none.
     fn summary_len(&self, more: usize, segment_size: u64) -> u64 {
         let headers = self.headers.as_ref();
         let len = headers.and_then(|had| format::summary_len(had.len() + more, segment_size));

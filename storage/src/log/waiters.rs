@@ -2,13 +2,15 @@
 //!
 //! A written record survives this process, but not a power cut.
 //!
-//! A client that connects again after this process was killed does not repeat a write that was answered. So this
-//! process answers its writes only when their batch is in its segment: on the device, perhaps in the device's
-//! volatile cache, or in the kernel's page cache where the file system refuses O_DIRECT. The next start finds the
-//! writes there and makes them durable before it serves any client.
+//! A client that connects again after this process was killed does not repeat a write that was
+//! answered. So this process answers its writes only when their batch is in its segment: on the
+//! device, perhaps in the device's volatile cache, or in the kernel's page cache where the file
+//! system refuses O_DIRECT. The next start finds the writes there and makes them durable before it
+//! serves any client.
 //!
-//! One batch at a time is written for these waiters, by the port that finds none running; waiters that come in the
-//! meantime share the next one. The thread that ends a batch, a port's or the log's leader, looks for the next.
+//! One batch at a time is written for these waiters, by the port that finds none running; waiters
+//! that come in the meantime share the next one. The thread that ends a batch, a port's or the
+//! log's leader, looks for the next.
 
 use std::sync::OnceLock;
 
@@ -19,11 +21,11 @@ use crate::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use crate::sync::{Arc, Event, Mutex, Weak};
 use crate::{Completion, Failure};
 
-/// A port's reads. A read in flight pins the segments it reads, so any thread may end reads that the medium has
-/// answered.
+/// A port's reads. A read in flight pins the segments it reads, so any thread may end reads that
+/// the medium has answered.
 pub(crate) trait PortReads: Send + Sync {
-    /// Ends the reads that the medium has answered, unless the port is doing so right now. The port finds their
-    /// completions later.
+    /// Ends the reads that the medium has answered, unless the port is doing so right now. The port
+    /// finds their completions later.
     fn reap(&self);
 }
 
@@ -37,8 +39,8 @@ pub(crate) struct Mailbox {
     pub called: AtomicBool,
     /// The port's reads, if it makes any.
     pub reads: OnceLock<Weak<dyn PortReads>>,
-    /// The port's waiters in the log, and how many its owner says can wait at a time. Changed only under the log's
-    /// lock.
+    /// The port's waiters in the log, and how many its owner says can wait at a time. Changed only
+    /// under the log's lock.
     waiting: AtomicUsize,
     clients: AtomicUsize,
 }
@@ -70,8 +72,9 @@ pub(crate) struct Waiter {
     pub mailbox: Arc<Mailbox>,
 }
 
-/// Completes waiters and wakes each of their ports once, except `own`, whose thread is the caller and looks next. All
-/// completions are delivered before the first port is woken, so no port wakes up to half of them.
+/// Completes waiters and wakes each of their ports once, except `own`, whose thread is the caller
+/// and looks next. All completions are delivered before the first port is woken, so no port wakes
+/// up to half of them.
 pub(crate) fn deliver(
     waiters: impl Iterator<Item = Waiter>,
     result: Result<(), Failure>,
@@ -173,7 +176,8 @@ impl Waiters {
         self.waiting_clients >= self.clients
     }
 
-    /// Moves those of the oldest `most` waiters that `durable` now covers to `served`. Returns how many.
+    /// Moves those of the oldest `most` waiters that `durable` now covers to `served`. Returns how
+    /// many.
     pub(crate) fn serve(&mut self, durable: u64, most: usize, served: &mut Vec<Waiter>) -> usize {
         let (before, most) = (served.len(), self.durable.len().min(most));
         served.extend(
@@ -202,8 +206,8 @@ impl Waiters {
         taken
     }
 
-    /// Panics if an invariant does not hold, given the log's watermarks. `each`: every waiter for `durable` gets a sync
-    /// of its own, even if nothing new is to be made durable.
+    /// Panics if an invariant does not hold, given the log's watermarks. `each`: every waiter for
+    /// `durable` gets a sync of its own, even if nothing new is to be made durable.
     pub(crate) fn check(&self, durable: u64, written: u64, each: bool) {
         assert!(
             each || self.lsns().all(|lsn| lsn > durable),
@@ -245,8 +249,8 @@ mod tests {
     use super::*;
     use crate::log::pipeline::tests::panics;
 
-    /// Two ports, of two clients and of none. Of each a waiter for record 5 and one for 6; the first also waits for 8
-    /// to be written.
+    /// Two ports, of two clients and of none. Of each a waiter for record 5 and one for 6; the
+    /// first also waits for 8 to be written.
     fn waiters() -> (Waiters, [Arc<Mailbox>; 2]) {
         let ports = [(); 2].map(|()| Arc::new(Mailbox::new(Event::new().unwrap(), Arc::default())));
         let mut waiters = Waiters::default();

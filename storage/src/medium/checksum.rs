@@ -1,8 +1,9 @@
 //! A CRC-32C for each block of a payload, and which bytes of a segment each one covers.
 //!
-//! Payloads are often read in part, because a later write has replaced the rest. So a payload has a checksum for each
-//! [`BLOCK`], and a reader reads and verifies the whole blocks around the part it needs. A segment keeps its payloads'
-//! checksums in memory: 4 bytes a block, plus 8 for each contiguous run of blocks, usually a batch.
+//! Payloads are often read in part, because a later write has replaced the rest. So a payload has a
+//! checksum for each [`BLOCK`], and a reader reads and verifies the whole blocks around the part it
+//! needs. A segment keeps its payloads' checksums in memory: 4 bytes a block, plus 8 for each
+//! contiguous run of blocks, usually a batch.
 
 use std::ops::Range;
 
@@ -39,8 +40,8 @@ pub(crate) fn combine(checksums: &[u32], len: u64) -> u32 {
 
 /// A contiguous run of payload blocks in a segment. All but the last are whole.
 ///
-/// One word: the first sector in the segment, the number of sectors, and the index of the first block's checksum. A
-/// segment has at most 2^21 sectors.
+/// One word: the first sector in the segment, the number of sectors, and the index of the first
+/// block's checksum. A segment has at most 2^21 sectors.
 #[derive(Clone, Copy, Debug)]
 struct ChecksumRun(u64);
 
@@ -89,7 +90,8 @@ impl ChecksumTable {
         self.checksums.clear();
     }
 
-    /// Adds a payload of `len` bytes at byte `offset` of the segment, after all payloads added before.
+    /// Adds a payload of `len` bytes at byte `offset` of the segment, after all payloads added
+    /// before.
     pub(crate) fn add(&mut self, offset: u64, len: u64, checksums: &[u32]) {
         debug_assert!(self.runs.last().is_none_or(|last| last.end() <= offset));
         debug_assert_eq!(checksums.len() as u64, len.div_ceil(BLOCK as u64));
@@ -128,8 +130,8 @@ impl ChecksumTable {
         run.filter(|run| run.start() <= offset)
     }
 
-    /// The byte range of the whole blocks that contain `len` bytes at `offset`. If some bytes are in no payload, the
-    /// range includes them, and [`verify`](Self::verify) fails.
+    /// The byte range of the whole blocks that contain `len` bytes at `offset`. If some bytes are
+    /// in no payload, the range includes them, and [`verify`](Self::verify) fails.
     pub(crate) fn cover(&self, offset: u64, len: u64) -> Range<u64> {
         let end = offset + len;
         let block = BLOCK as u64;
@@ -175,7 +177,8 @@ impl ChecksumTable {
     }
 }
 
-/// Makes room for `more` items and little beyond: the table of a full segment stays in memory for a long time.
+/// Makes room for `more` items and little beyond: the table of a full segment stays in memory for a
+/// long time.
 fn grow<T>(items: &mut Vec<T>, more: usize) {
     if items.len() + more > items.capacity() {
         items.reserve_exact(more.max(items.len() / 8));
@@ -188,8 +191,8 @@ mod tests {
 
     use super::*;
 
-    /// The bytes of a segment with these payloads (sectors of gap, sectors of payload), its table, and the place and
-    /// length of each payload.
+    /// The bytes of a segment with these payloads (sectors of gap, sectors of payload), its table,
+    /// and the place and length of each payload.
     fn segment(payloads: &[(u64, u64)]) -> (Vec<u8>, ChecksumTable, Vec<(u64, u64)>) {
         let (mut bytes, mut table, mut places) = (Vec::new(), ChecksumTable::default(), Vec::new());
         for (number, (gap, sectors)) in payloads.iter().enumerate() {
@@ -206,8 +209,8 @@ mod tests {
     }
 
     proptest! {
-        /// Any part of any payload is verified by the blocks around it, at most seven sectors more on each side; a
-        /// changed bit in these blocks is noticed, and one elsewhere is not.
+        /// Any part of any payload is verified by the blocks around it, at most seven sectors more
+        /// on each side; a changed bit in these blocks is noticed, and one elsewhere is not.
         #[test]
         fn a_part_is_verified_by_the_blocks_around_it(
             payloads in prop::collection::vec((0_u64..3, 1_u64..40), 1..12),

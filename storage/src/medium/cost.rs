@@ -1,9 +1,9 @@
 //! What operations cost a medium.
 //!
-//! A checkpoint chooses between many small operations and few large ones that move more bytes. Which is faster depends
-//! on the medium: some are slow per operation, or meter operations; others are not. Guests' requests also queue behind
-//! whatever the checkpoint has in flight, and for how long depends on the medium too. So the medium is measured once,
-//! with reads from a segment.
+//! A checkpoint chooses between many small operations and few large ones that move more bytes.
+//! Which is faster depends on the medium: some are slow per operation, or meter operations; others
+//! are not. Guests' requests also queue behind whatever the checkpoint has in flight, and for how
+//! long depends on the medium too. So the medium is measured once, with reads from a segment.
 
 use std::io;
 use std::time::{Duration, Instant};
@@ -15,9 +15,11 @@ use crate::sync::{Arc, Event};
 /// What operations cost a medium.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct MediumCost {
-    /// Fixed cost of an operation, expressed as the bytes that the medium moves in that time; at most 1 MiB.
+    /// Fixed cost of an operation, expressed as the bytes that the medium moves in that time; at
+    /// most 1 MiB.
     pub operation: u64,
-    /// Throughput: cost per second, in bytes, where each operation costs `operation` on top of its bytes.
+    /// Throughput: cost per second, in bytes, where each operation costs `operation` on top of its
+    /// bytes.
     pub rate: u64,
     /// Most bytes in one operation of a checkpoint. A larger one would be no faster per byte.
     pub largest: u64,
@@ -37,10 +39,11 @@ const MOST: u64 = 1 << 20;
 
 const SMALL: u64 = 4 << 10;
 const LARGE: u64 = 256 << 10;
-/// The size used instead of `LARGE` if it takes less than three times as long, for four times the bytes.
+/// The size used instead of `LARGE` if it takes less than three times as long, for four times the
+/// bytes.
 const HUGE: u64 = 1 << 20;
-/// How many small reads are in flight together, how many large ones (guests' requests wait behind those), and how
-/// often.
+/// How many small reads are in flight together, how many large ones (guests' requests wait behind
+/// those), and how often.
 const READS: u64 = 32;
 const LARGE_READS: u64 = 4;
 const ROUNDS: u64 = 3;
@@ -99,7 +102,8 @@ fn rate(operation: u64, small: Duration) -> u64 {
     ((operation + SMALL) as f64 * READS as f64 / small.as_secs_f64()) as u64
 }
 
-/// The size of the largest operations, from the times of the same number of large and of huge reads.
+/// The size of the largest operations, from the times of the same number of large and of huge
+/// reads.
 fn largest_operation([large, huge]: [Duration; 2]) -> u64 {
     if huge < large * 3 { HUGE } else { LARGE }
 }
@@ -145,7 +149,8 @@ mod tests {
     #[test]
     fn operations_are_huge_where_that_takes_little_longer() {
         let largest = |large, huge| largest_operation([large, huge].map(Duration::from_micros));
-        // A volume that meters operations, one that meters those of 256 KiB, and one that meters bytes.
+        // A volume that meters operations, one that meters those of 256 KiB, and one that meters
+        // bytes.
         assert_eq!(largest(1000, 1100), HUGE);
         assert_eq!(largest(1000, 2500), HUGE);
         assert_eq!(largest(1000, 4000), LARGE);

@@ -16,11 +16,12 @@ use crate::medium::lock::Access;
 use crate::parallel;
 use crate::sync::{Arc, Event};
 
-/// Where a log lives. The store reaches segments only through this trait, so that a simulated medium can stand in.
+/// Where a log lives. The store reaches segments only through this trait, so that a simulated
+/// medium can stand in.
 pub(crate) trait Medium: Send + Sync {
-    /// Creates segment file number `slot`: a blank header, then zeroes, all written and synced, so that later syncs
-    /// touch no file-system metadata. A crash leaves either nothing or the whole file. `between` is called between
-    /// steps with the time the previous one took.
+    /// Creates segment file number `slot`: a blank header, then zeroes, all written and synced, so
+    /// that later syncs touch no file-system metadata. A crash leaves either nothing or the whole
+    /// file. `between` is called between steps with the time the previous one took.
     fn create_segment(
         &self,
         slot: u32,
@@ -28,7 +29,8 @@ pub(crate) trait Medium: Send + Sync {
         between: &mut dyn FnMut(Duration),
     ) -> Result<Segment>;
 
-    /// Fails if the log's directory is no longer where it was opened: a new file would not be beside the others.
+    /// Fails if the log's directory is no longer where it was opened: a new file would not be
+    /// beside the others.
     fn check_place(&self) -> Result<()> {
         Ok(())
     }

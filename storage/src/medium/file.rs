@@ -6,9 +6,10 @@
 //!   a port, a copy   ──▶ Engine ──▶ io_uring, or a thread                                              medium/engine/
 //! ```
 //!
-//! Linux reports a failed write-back once to each open file description, to whichever call asks first. So a segment is
-//! opened twice. [`Segment::file`] is the descriptor for syncs, and nothing else consumes its errors. Everything that
-//! goes through the page cache, including starting write-back, uses a [`CachedFile`], which can't sync.
+//! Linux reports a failed write-back once to each open file description, to whichever call asks
+//! first. So a segment is opened twice. [`Segment::file`] is the descriptor for syncs, and nothing
+//! else consumes its errors. Everything that goes through the page cache, including starting
+//! write-back, uses a [`CachedFile`], which can't sync.
 
 use std::fs::File;
 use std::io::{self, Seek};
@@ -47,9 +48,9 @@ pub(crate) trait ReadFile: Send + Sync + std::fmt::Debug {
 pub(crate) trait DataFile: ReadFile {
     /// Writes all of `bytes` at `offset`.
     fn write_all_at(&self, bytes: &[u8], offset: u64) -> io::Result<()>;
-    /// Writes `slices`, or a part of them, contiguously at `offset`; returns how many bytes. `durably`: those bytes are
-    /// then durable, earlier ones not necessarily. Not on a file system that needs an explicit sync
-    /// ([`host::is_served`]).
+    /// Writes `slices`, or a part of them, contiguously at `offset`; returns how many bytes.
+    /// `durably`: those bytes are then durable, earlier ones not necessarily. Not on a file system
+    /// that needs an explicit sync ([`host::is_served`]).
     fn write_slices_at(
         &self,
         slices: &[io::IoSlice<'_>],
@@ -58,18 +59,21 @@ pub(crate) trait DataFile: ReadFile {
     ) -> io::Result<usize>;
     /// Makes everything written durable.
     fn sync_data(&self) -> io::Result<()>;
-    /// Makes everything written durable and drops the page cache, so that the next read comes from the medium. After a
-    /// failed sync, the cache may hold bytes that look clean but are not on the medium, and that no later sync writes.
+    /// Makes everything written durable and drops the page cache, so that the next read comes from
+    /// the medium. After a failed sync, the cache may hold bytes that look clean but are not on the
+    /// medium, and that no later sync writes.
     fn drop_cache(&self) -> io::Result<()>;
     /// Length in bytes.
     fn len(&self) -> io::Result<u64>;
     /// Sets the file's length. New bytes read as zeroes.
     fn set_len(&self, len: u64) -> io::Result<()>;
-    /// Reserves space for the first `len` bytes, so that a lack of space shows now, not in a later write.
+    /// Reserves space for the first `len` bytes, so that a lack of space shows now, not in a later
+    /// write.
     fn allocate(&self, len: u64) -> io::Result<()>;
     /// Makes everything written durable, length and attributes too.
     fn sync_all(&self) -> io::Result<()>;
-    /// Tries to take the lock that every opener takes (`flock`), shared or exclusive. `false`: another opener has it.
+    /// Tries to take the lock that every opener takes (`flock`), shared or exclusive. `false`:
+    /// another opener has it.
     fn try_lock(&self, shared: bool) -> io::Result<bool>;
     /// Makes a range read as zeroes, and frees its space if `unmap`.
     fn zero_range(&self, offset: u64, len: u64, unmap: bool) -> io::Result<()>;
@@ -77,19 +81,22 @@ pub(crate) trait DataFile: ReadFile {
     fn inode(&self) -> io::Result<Inode>;
     /// Reads the mark of a base image, if it has one.
     fn read_mark(&self) -> io::Result<Option<ImageMark>>;
-    /// Sets or removes the mark of a base image. `false`: the file system has no extended attributes.
+    /// Sets or removes the mark of a base image. `false`: the file system has no extended
+    /// attributes.
     fn write_mark(&self, mark: Option<&ImageMark>) -> io::Result<bool>;
-    /// Opens the same file a second time, through the kernel's page cache. `path` is where it was opened; if another
-    /// file is there by now, it is not opened instead.
+    /// Opens the same file a second time, through the kernel's page cache. `path` is where it was
+    /// opened; if another file is there by now, it is not opened instead.
     fn open_cached(&self, path: &Path) -> io::Result<Box<dyn CachedFile>>;
 }
 
-/// A file opened through the kernel's page cache, with a descriptor that is never synced: see the module's
-/// documentation.
+/// A file opened through the kernel's page cache, with a descriptor that is never synced: see the
+/// module's documentation.
 pub(crate) trait CachedFile: ReadFile {
-    /// Writes all or a part of `slices`, which follow each other at `offset`, to the page cache; returns how many bytes.
+    /// Writes all or a part of `slices`, which follow each other at `offset`, to the page cache;
+    /// returns how many bytes.
     fn write_slices_at(&self, slices: &[io::IoSlice<'_>], offset: u64) -> io::Result<usize>;
-    /// Starts write-back of the dirty pages in this range, after waiting for any that is already running.
+    /// Starts write-back of the dirty pages in this range, after waiting for any that is already
+    /// running.
     fn write_back(&self, range: Range<u64>) -> io::Result<()>;
     /// Asks the kernel to read this range into the page cache.
     fn read_ahead(&self, offset: u64, len: u64);
@@ -200,8 +207,8 @@ impl DataFile for File {
             shared_lock()
         } else {
             match lock(FlockOperation::NonBlockingLockExclusive) {
-                // NFS gives exclusive locks only to descriptors open for writing. This one is read-only; a shared lock
-                // is enough to keep writers out.
+                // NFS gives exclusive locks only to descriptors open for writing. This one is
+                // read-only; a shared lock is enough to keep writers out.
                 Err(Errno::BADF) => shared_lock(),
                 locked => locked,
             }
@@ -239,7 +246,8 @@ impl DataFile for File {
 
     fn open_cached(&self, path: &Path) -> io::Result<Box<dyn CachedFile>> {
         let file = host::reopen(self, path)?;
-        // No readahead: a cache miss should read only its own page. If this call fails, it reads more.
+        // No readahead: a cache miss should read only its own page. If this call fails, it reads
+        // more.
         let _ = fadvise(&file, 0, None, Advice::Random);
         Ok(Box::new(HostCache(file)))
     }
@@ -269,7 +277,8 @@ pub(crate) struct Segment {
     pub path: PathBuf,
     /// The file, bypassing the page cache. Every sync of the segment uses this descriptor.
     pub file: Arc<dyn DataFile>,
-    /// The file through the page cache, once [opened](Self::prepare_cache); and whether that is in use.
+    /// The file through the page cache, once [opened](Self::prepare_cache); and whether that is in
+    /// use.
     cache: OnceLock<Box<dyn CachedFile>>,
     uses_cache: AtomicBool,
     /// Whether the file system needs an explicit sync, because `RWF_DSYNC` is not enough.
@@ -292,9 +301,9 @@ impl Segment {
         }
     }
 
-    /// Opens the file through the kernel's page cache, unless that is done. A thread that serves a guest may not be
-    /// allowed to open files, so the keeper does this for the segments that come next. A failure is retried when the
-    /// cache is needed.
+    /// Opens the file through the kernel's page cache, unless that is done. A thread that serves a
+    /// guest may not be allowed to open files, so the keeper does this for the segments that come
+    /// next. A failure is retried when the cache is needed.
     pub(crate) fn prepare_cache(&self) {
         if !self.has_cache()
             && let Ok(opened) = self.file.open_cached(&self.path)
@@ -304,8 +313,9 @@ impl Segment {
         }
     }
 
-    /// The file through the kernel's page cache, `None` if it can't be opened. The caller writes or reads many bytes,
-    /// which then stay cached; so from now on all reads go through the cache, see [`source`](Self::source).
+    /// The file through the kernel's page cache, `None` if it can't be opened. The caller writes or
+    /// reads many bytes, which then stay cached; so from now on all reads go through the cache, see
+    /// [`source`](Self::source).
     pub(crate) fn use_cache(&self) -> Option<&dyn CachedFile> {
         self.prepare_cache();
         let cache = self.cache.get()?;
@@ -332,8 +342,9 @@ impl Segment {
         self.use_cache();
     }
 
-    /// The file to read payloads from: through the page cache if that is in use, otherwise directly. The cache may miss
-    /// what was later written directly, so readers [verify](crate::medium::segment::LogRead::verified) payloads.
+    /// The file to read payloads from: through the page cache if that is in use, otherwise
+    /// directly. The cache may miss what was later written directly, so readers
+    /// [verify](crate::medium::segment::LogRead::verified) payloads.
     pub(crate) fn source(&self) -> &dyn ReadFile {
         match self.cache() {
             Some(file) => file,
@@ -461,7 +472,8 @@ pub(crate) enum SyncScope {
     None,
     /// Nothing yet, and the write may stay in the page cache, for a later fdatasync of the segment.
     Later,
-    /// Its own write, not necessarily earlier ones: `RWF_DSYNC`, a single command on a medium with FUA.
+    /// Its own write, not necessarily earlier ones: `RWF_DSYNC`, a single command on a medium with
+    /// FUA.
     Write,
     /// Everything written to these segments, by an fdatasync of each.
     Segments(Vec<Arc<Segment>>),
@@ -524,14 +536,16 @@ pub(crate) trait Appender: Send + Sync {
     fn append(&self, io: Io) -> AppendResult;
 }
 
-/// Appends by system calls in the calling thread: the fastest way to a durable group, because it is one call and its
-/// end wakes no other thread. For an asynchronous write with `RWF_DSYNC`, a kernel worker does the sync. That worker is
-/// bound to one processor, and if a guest is computing there, each sync takes a scheduler tick.
+/// Appends by system calls in the calling thread: the fastest way to a durable group, because it is
+/// one call and its end wakes no other thread. For an asynchronous write with `RWF_DSYNC`, a kernel
+/// worker does the sync. That worker is bound to one processor, and if a guest is computing there,
+/// each sync takes a scheduler tick.
 ///
-/// A batch that needs no sync yet goes to the page cache. A kill of the process can't lose it there, so its writers
-/// need not wait for the medium, and the thread that takes it ends it in the same call: no batch depends on a thread
-/// that may not come back. A checkpoint copies it from memory, and a later fdatasync of the segment includes it. To
-/// keep that sync short, the log's leader starts write-back step by step.
+/// A batch that needs no sync yet goes to the page cache. A kill of the process can't lose it
+/// there, so its writers need not wait for the medium, and the thread that takes it ends it in the
+/// same call: no batch depends on a thread that may not come back. A checkpoint copies it from
+/// memory, and a later fdatasync of the segment includes it. To keep that sync short, the log's
+/// leader starts write-back step by step.
 pub(crate) struct DirectAppender;
 
 impl Appender for DirectAppender {
@@ -548,8 +562,8 @@ impl Appender for DirectAppender {
     }
 }
 
-/// Appends through the page cache if no sync is needed yet; `None` for any other operation, or if the segment can't be
-/// written that way.
+/// Appends through the page cache if no sync is needed yet; `None` for any other operation, or if
+/// the segment can't be written that way.
 pub(crate) fn append_cached(io: &Io) -> Option<io::Result<AppendStats>> {
     let Io::Append {
         segment,
@@ -582,11 +596,13 @@ pub(crate) trait Engine: Send {
     fn submit(&mut self, id: u64, io: Io);
     /// Starts everything submitted.
     fn enter(&mut self);
-    /// Appends the ended operations to `done`. The event given at creation is signalled whenever one ends.
+    /// Appends the ended operations to `done`. The event given at creation is signalled whenever
+    /// one ends.
     fn poll(&mut self, done: &mut Vec<IoCompletion>);
 }
 
-/// Carries out an operation in the calling thread. Returns its result, and an append's chunk list, emptied.
+/// Carries out an operation in the calling thread. Returns its result, and an append's chunk list,
+/// emptied.
 pub(crate) fn run(mut io: Io) -> (io::Result<Option<Buffer>>, Vec<Chunk>) {
     let written = match (&io, io.written()) {
         (_, None) => Ok(()),
@@ -642,8 +658,8 @@ pub(crate) fn write_chunks(
     })
 }
 
-/// Writes all of `chunks` from byte `skip` of them on. `write` writes all or a part of its slices, which begin at that byte of
-/// the chunks, and returns how many bytes.
+/// Writes all of `chunks` from byte `skip` of them on. `write` writes all or a part of its slices,
+/// which begin at that byte of the chunks, and returns how many bytes.
 fn write_all(
     chunks: &[Chunk],
     skip: usize,
@@ -699,7 +715,8 @@ mod tests {
         buffer
     }
 
-    /// A batch that needs no sync goes to the page cache, and reads do from then on. Everything else bypasses it.
+    /// A batch that needs no sync goes to the page cache, and reads do from then on. Everything
+    /// else bypasses it.
     #[test]
     fn only_a_batch_without_a_sync_goes_to_the_page_cache() {
         let dir = tempfile::tempdir().unwrap();
@@ -729,8 +746,8 @@ mod tests {
         DirectAppender.append(Io::WriteBack(step)).result.unwrap();
     }
 
-    /// After the log's directory was moved away and copied back, writes go to the files that are locked, not to those
-    /// that now have their names.
+    /// After the log's directory was moved away and copied back, writes go to the files that are
+    /// locked, not to those that now have their names.
     #[test]
     fn the_page_cache_is_that_of_the_file_that_was_opened() {
         let dir = tempfile::tempdir().unwrap();

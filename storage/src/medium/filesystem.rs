@@ -1,5 +1,5 @@
-//! The file system as the store uses it: names, and the files they lead to. A simulated one can stand in for the
-//! host's.
+//! The file system as the store uses it: names, and the files they lead to. A simulated one can
+//! stand in for the host's.
 
 use std::ffi::OsString;
 use std::fmt::Debug;
@@ -21,13 +21,15 @@ use crate::sync::Arc;
 /// How a file is opened: for reading and writing, unless the variant says otherwise.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum OpenMode {
-    /// An existing file, bypassing the page cache if the file system can do sector-sized I/O that way.
+    /// An existing file, bypassing the page cache if the file system can do sector-sized I/O that
+    /// way.
     Direct,
     /// An existing file.
     Existing,
     /// An existing file, for reading only.
     Read,
-    /// An existing file, or a new one with permissions `mode` (minus the umask). Symbolic links are not followed.
+    /// An existing file, or a new one with permissions `mode` (minus the umask). Symbolic links are
+    /// not followed.
     Kept { mode: u32 },
     /// An existing file, emptied, or a new one for its owner only. Symbolic links are not followed.
     Emptied,
@@ -68,8 +70,8 @@ pub(crate) trait FileSystem: Send + Sync + Debug {
 /// The mode of a file that only its owner may read and write.
 pub(crate) const OWNER: u32 = 0o600;
 
-/// Opens a file, creating it if necessary. An existing file, left by an earlier attempt, loses permissions that are not
-/// in `mode`.
+/// Opens a file, creating it if necessary. An existing file, left by an earlier attempt, loses
+/// permissions that are not in `mode`.
 fn make(path: &Path, options: &mut OpenOptions, mode: u32) -> io::Result<File> {
     let no_link = OFlags::NOFOLLOW.bits() as i32;
     let made = options.create(true).mode(mode).custom_flags(no_link);
@@ -194,8 +196,8 @@ pub(crate) fn shared_files() -> Arc<dyn FileSystem> {
     Arc::new(HostFiles)
 }
 
-/// Whether disks and logs are on a simulated file system. Everything that touches it then runs in the calling thread,
-/// so that one seed gives one run.
+/// Whether disks and logs are on a simulated file system. Everything that touches it then runs in
+/// the calling thread, so that one seed gives one run.
 pub(crate) fn is_simulated() -> bool {
     #[cfg(test)]
     return SIMULATED.with_borrow(Option::is_some);
@@ -226,16 +228,16 @@ pub(crate) fn sync_dir(path: &Path) -> Result<()> {
     synced.map_err(|error| Error::io("sync the directory", path, error))
 }
 
-/// Makes an existing name durable. The process that made it may have been killed first, and if the name were lost, so
-/// would everything acknowledged from now on.
+/// Makes an existing name durable. The process that made it may have been killed first, and if the
+/// name were lost, so would everything acknowledged from now on.
 pub(crate) fn settle_name(path: &Path) -> Result<()> {
     if planted(Mutant::OpenTrustsNames) {
         return Ok(());
     }
     let dir = parent(path);
     match files().sync_dir(dir) {
-        // A process that may not open the directory leaves this to others, or did it before it dropped privileges, see
-        // `Store::make_log`.
+        // A process that may not open the directory leaves this to others, or did it before it
+        // dropped privileges, see `Store::make_log`.
         Err(error) if error.kind() == io::ErrorKind::PermissionDenied => Ok(()),
         synced => synced.map_err(|error| Error::io("sync the directory", dir, error)),
     }

@@ -9,8 +9,8 @@ use rustix::io::Errno;
 
 use crate::error::{Error, Result};
 
-/// The parts of a file's byte range that are not holes, in order. On a file system that reports no holes, the whole
-/// range.
+/// The parts of a file's byte range that are not holes, in order. On a file system that reports no
+/// holes, the whole range.
 pub(crate) struct DataRanges<'a, F> {
     /// `None` for a file that is not the host's: its holes are unknown.
     file: Option<&'a F>,

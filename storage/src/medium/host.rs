@@ -1,4 +1,5 @@
-//! Files of the host: O_DIRECT where the file system allows it, holes, attributes, and random bytes.
+//! Files of the host: O_DIRECT where the file system allows it, holes, attributes, and random
+//! bytes.
 
 use std::fs::{File, OpenOptions};
 use std::io;
@@ -13,8 +14,9 @@ use rustix::io::Errno;
 use crate::medium::mark::ImageMark;
 use crate::{Buffer, SECTOR_SIZE};
 
-/// Whether a server implements the file system (FUSE or network). For direct I/O, such file systems at best pass
-/// `RWF_DSYNC` on to the server, and few servers honour it; but all of them handle an explicit sync.
+/// Whether a server implements the file system (FUSE or network). For direct I/O, such file systems
+/// at best pass `RWF_DSYNC` on to the server, and few servers honour it; but all of them handle an
+/// explicit sync.
 pub(crate) fn is_served(file: &File) -> rustix::io::Result<bool> {
     const FUSE: u64 = 0x6573_5546;
     const NFS: u64 = 0x6969;
@@ -41,7 +43,8 @@ pub(crate) fn open_direct_with(path: &Path, write: bool, flags: OFlags) -> io::R
         .clone()
         .custom_flags((flags | OFlags::DIRECT).bits() as i32)
         .open(path);
-    // Close the file before the next attempt, because a block device can be opened only once at a time.
+    // Close the file before the next attempt, because a block device can be opened only once at a
+    // time.
     if let Ok(file) = direct
         && does_sectors(&file)?
     {
@@ -50,8 +53,8 @@ pub(crate) fn open_direct_with(path: &Path, write: bool, flags: OFlags) -> io::R
     options.open(path)
 }
 
-/// Whether a file opened with O_DIRECT takes sector-sized I/O. Some file systems accept the flag but refuse the I/O;
-/// some devices have sectors of 4 KiB.
+/// Whether a file opened with O_DIRECT takes sector-sized I/O. Some file systems accept the flag
+/// but refuse the I/O; some devices have sectors of 4 KiB.
 fn does_sectors(file: &File) -> io::Result<bool> {
     // STATX_DIOALIGN, of Linux 6.1.
     let wanted = StatxFlags::from_bits_retain(0x2000);
@@ -60,8 +63,8 @@ fn does_sectors(file: &File) -> io::Result<bool> {
     {
         return Ok((1..=SECTOR_SIZE as u32).contains(&told.stx_dio_offset_align));
     }
-    // Otherwise, try a read. It has to hit data, because holes can be read at any offset; not so on a server's file
-    // system.
+    // Otherwise, try a read. It has to hit data, because holes can be read at any offset; not so on
+    // a server's file system.
     let data = if is_served(file)? {
         Ok(0)
     } else {
@@ -77,9 +80,9 @@ fn does_sectors(file: &File) -> io::Result<bool> {
     Ok(!matches!(read, Err(error) if error.raw_os_error() == Some(libc::EINVAL)))
 }
 
-/// Opens a file a second time, for buffered I/O, as a separate open file description with its own record of reported
-/// write-back errors. Goes through /proc where it is mounted, otherwise through `path`, if the same file is still
-/// there.
+/// Opens a file a second time, for buffered I/O, as a separate open file description with its own
+/// record of reported write-back errors. Goes through /proc where it is mounted, otherwise through
+/// `path`, if the same file is still there.
 ///
 /// # Errors
 /// If neither leads to the file.
@@ -101,8 +104,8 @@ pub(super) fn reopen(file: &File, path: &Path) -> io::Result<File> {
     }
 }
 
-/// Starts write-back of the dirty pages in this range, after any that is already running. Where the call is
-/// unavailable, the kernel writes back when it likes.
+/// Starts write-back of the dirty pages in this range, after any that is already running. Where the
+/// call is unavailable, the kernel writes back when it likes.
 pub(super) fn write_back(file: &File, range: Range<u64>) -> io::Result<()> {
     let flags = libc::SYNC_FILE_RANGE_WAIT_BEFORE | libc::SYNC_FILE_RANGE_WRITE;
     let (offset, len) = (range.start as i64, (range.end - range.start) as i64);
@@ -121,8 +124,8 @@ pub(super) fn write_back(file: &File, range: Range<u64>) -> io::Result<()> {
     }
 }
 
-/// Makes a range read as zeroes: by punching a hole if `unmap`, otherwise by zeroing extents. On a file system with
-/// neither, overwrites only non-zero data, so that the file takes no more space.
+/// Makes a range read as zeroes: by punching a hole if `unmap`, otherwise by zeroing extents. On a
+/// file system with neither, overwrites only non-zero data, so that the file takes no more space.
 pub(super) fn zero_range(file: &File, offset: u64, len: u64, unmap: bool) -> io::Result<()> {
     match zero(file, offset..offset + len, unmap) {
         Err(error) if error.kind() == io::ErrorKind::Unsupported => {

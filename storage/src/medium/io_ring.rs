@@ -1,8 +1,10 @@
-//! An io_uring: one system call starts all operations of a turn, and completions are read without one.
+//! An io_uring: one system call starts all operations of a turn, and completions are read without
+//! one.
 //!
-//! A ring carries out only the operations of this crate, whatever a thread puts into it: it is made disabled, restricted,
-//! and enabled then. A system call filter can't see what is in a ring, so a process with such a filter makes its rings
-//! before ([`prepare_rings`]) and may make none afterwards.
+//! A ring carries out only the operations of this crate, whatever a thread puts into it: it is made
+//! disabled, restricted, and enabled then. A system call filter can't see what is in a ring, so a
+//! process with such a filter makes its rings before ([`prepare_rings`]) and may make none
+//! afterwards.
 
 use std::collections::VecDeque;
 use std::io;
@@ -28,7 +30,8 @@ const OPERATIONS: [u8; 4] = [
     opcode::Writev::CODE,
     opcode::Fallocate::CODE,
 ];
-/// What can be changed about a ring: IORING_REGISTER_EVENTFD and IORING_UNREGISTER_EVENTFD (linux/io_uring.h).
+/// What can be changed about a ring: IORING_REGISTER_EVENTFD and IORING_UNREGISTER_EVENTFD
+/// (linux/io_uring.h).
 const REGISTRATIONS: [u8; 2] = [4, 5];
 
 /// Rings that are not in use.
@@ -47,7 +50,8 @@ fn pool() -> std::sync::MutexGuard<'static, RingPool> {
     POOL.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// Checks that the kernel has io_uring with restrictions (Linux 5.10) and the operations of this crate.
+/// Checks that the kernel has io_uring with restrictions (Linux 5.10) and the operations of this
+/// crate.
 pub(crate) fn probe() -> io::Result<()> {
     // A process that may not make rings any more has asked before.
     static PROBED: OnceLock<std::result::Result<(), Option<i32>>> = OnceLock::new();
@@ -75,8 +79,9 @@ fn try_probe() -> io::Result<()> {
     }
 }
 
-/// Makes rings for ports that will be opened later, up to `count` that are not in use. For a process that gives up the
-/// right to make rings. Ports that find none use system calls. Returns how many there are.
+/// Makes rings for ports that will be opened later, up to `count` that are not in use. For a
+/// process that gives up the right to make rings. Ports that find none use system calls. Returns
+/// how many there are.
 pub fn prepare_rings(count: usize) -> usize {
     if probe().is_err() {
         return 0;
@@ -113,7 +118,8 @@ fn make() -> io::Result<IoUring> {
 pub(crate) struct IoRing<T> {
     /// Taken when this is dropped.
     ring: ManuallyDrop<IoUring>,
-    /// By key, every operation with an entry in `waiting`, in the submission queue or in the kernel.
+    /// By key, every operation with an entry in `waiting`, in the submission queue or in the
+    /// kernel.
     operations: Slab<T>,
     /// Entries that did not fit the submission queue.
     waiting: VecDeque<squeue::Entry>,
@@ -138,8 +144,9 @@ impl<T> IoRing<T> {
     /// Takes an operation, which `entry` describes; it starts at the next [`enter`](Self::enter).
     ///
     /// # Safety
-    /// The operation owns all memory that the entry names, and that memory stays where it is when the operation is
-    /// moved. The entry's file stays open until the operation has ended or the ring is dropped.
+    /// The operation owns all memory that the entry names, and that memory stays where it is when
+    /// the operation is moved. The entry's file stays open until the operation has ended or the
+    /// ring is dropped.
     pub(crate) unsafe fn submit(&mut self, operation: T, entry: squeue::Entry) {
         let entry = entry.user_data(self.operations.insert(operation) as u64);
         if !self.waiting.is_empty() || !self.push(&entry) {
@@ -162,8 +169,8 @@ impl<T> IoRing<T> {
         if self.open >= IN_FLIGHT || queue.is_full() {
             return false;
         }
-        // SAFETY: the caller of `submit` promised that the entry is valid as long as its operation is in `operations`,
-        // and the operation leaves that only when its completion has come.
+        // SAFETY: the caller of `submit` promised that the entry is valid as long as its operation
+        // is in `operations`, and the operation leaves that only when its completion has come.
         unsafe { queue.push(entry).expect("room was checked") };
         self.open += 1;
         true
@@ -179,16 +186,16 @@ impl<T> IoRing<T> {
             match self.ring.submit() {
                 Ok(_) => self.fill(),
                 Err(error) if error.raw_os_error() == Some(libc::EINTR) => {}
-                // The kernel is short of memory. With entries in flight, a completion will make `next_ended` retry;
-                // without any, nothing would, so wait here.
+                // The kernel is short of memory. With entries in flight, a completion will make
+                // `next_ended` retry; without any, nothing would, so wait here.
                 Err(_) if self.open > self.ring.submission().len() => return,
                 Err(_) => std::thread::sleep(Duration::from_millis(1)),
             }
         }
     }
 
-    /// The next operation that has ended, with the number of bytes that it moved. Starts everything submitted before
-    /// it returns `None`.
+    /// The next operation that has ended, with the number of bytes that it moved. Starts everything
+    /// submitted before it returns `None`.
     pub(crate) fn next_ended(&mut self) -> Option<(T, Result<usize, Errno>)> {
         let mut entry = self.ring.completion().next();
         if entry.is_none() {
@@ -204,7 +211,8 @@ impl<T> IoRing<T> {
 }
 
 impl<T> IoRing<T> {
-    /// Waits for every operation in the kernel, which may still use its memory. The others never start.
+    /// Waits for every operation in the kernel, which may still use its memory. The others never
+    /// start.
     fn drain(&mut self) -> io::Result<()> {
         loop {
             self.open -= self.ring.completion().count();

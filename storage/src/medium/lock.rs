@@ -1,4 +1,5 @@
-//! Opening and locking a file for one writer, or only readers, and making sure that it is still the one at its path.
+//! Opening and locking a file for one writer, or only readers, and making sure that it is still the
+//! one at its path.
 
 use std::io;
 use std::path::Path;
@@ -36,9 +37,11 @@ impl Access {
 /// Who may be holding a lock that an opener waits for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Holder {
-    /// Possibly another user, which may keep the lock for a long time. A user that was just killed releases it soon.
+    /// Possibly another user, which may keep the lock for a long time. A user that was just killed
+    /// releases it soon.
     User,
-    /// Only writes that a killed process left in flight; there can be no other user. They hold the lock until they end.
+    /// Only writes that a killed process left in flight; there can be no other user. They hold the
+    /// lock until they end.
     Writes,
 }
 
@@ -56,8 +59,9 @@ const SILENCE: Duration = Duration::from_secs(1);
 /// How often to reopen a file that was replaced while the opener waited for its lock.
 const PLACES: u32 = 100;
 
-/// Opens a file, for `doing` something, and locks it as [`lock`] does. Waiters lock the file that is finally at the
-/// path: if the file is replaced or removed while this waits, the new one is opened instead.
+/// Opens a file, for `doing` something, and locks it as [`lock`] does. Waiters lock the file that
+/// is finally at the path: if the file is replaced or removed while this waits, the new one is
+/// opened instead.
 ///
 /// # Errors
 /// As [`lock`]; or if the file cannot be opened.
@@ -105,13 +109,13 @@ pub(crate) fn open_store_file(
     open_locked(path, doing, open, |file| file.as_ref(), access, holder)
 }
 
-/// Takes the lock that every opener of a disk or log takes (`flock`, released with the last descriptor of the open
-/// file), and on an image QEMU's locks too. A killed process's io_uring write in flight keeps the file open, and so
-/// locked.
+/// Takes the lock that every opener of a disk or log takes (`flock`, released with the last
+/// descriptor of the open file), and on an image QEMU's locks too. A killed process's io_uring
+/// write in flight keeps the file open, and so locked.
 ///
 /// # Errors
-/// [`ErrorKind::Locked`] if the lock is still held after about 3 s, or after 2 minutes where only writes in flight can
-/// hold it; [`ErrorKind::Io`] if the file system has no locks.
+/// [`ErrorKind::Locked`] if the lock is still held after about 3 s, or after 2 minutes where only
+/// writes in flight can hold it; [`ErrorKind::Io`] if the file system has no locks.
 pub(crate) fn lock(
     file: &dyn DataFile,
     path: &Path,

@@ -12,13 +12,15 @@ pub(crate) struct ImageMark {
 }
 
 impl ImageMark {
-    /// The mark as text. Its length is fixed, so that a mark that fitted once can always be replaced.
+    /// The mark as text. Its length is fixed, so that a mark that fitted once can always be
+    /// replaced.
     pub(crate) fn encode(&self) -> String {
         let state = if self.open { "open" } else { "closed" };
         format!("{} {:016x} {state:<6}", hex(&self.disk), self.generation)
     }
 
-    /// Reads a mark from its text. Version 1 of the format put the UUID alone on the images of open disks.
+    /// Reads a mark from its text. Version 1 of the format put the UUID alone on the images of open
+    /// disks.
     pub(crate) fn decode(text: &str) -> Option<Self> {
         let mut words = text.split_whitespace();
         let disk = parse_uuid(words.next()?)?;

@@ -1,4 +1,5 @@
-//! The medium: files and their locks, segments, the engines that reach them. It knows nothing of disks.
+//! The medium: files and their locks, segments, the engines that reach them. It knows nothing of
+//! disks.
 
 pub(crate) mod checksum;
 pub(crate) mod copying;

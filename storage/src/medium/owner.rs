@@ -5,8 +5,9 @@ use std::os::unix::fs::MetadataExt;
 
 use rustix::fs::{major, minor};
 
-/// The process that locked the file with `flock`, and its name. `None`: unknown, for instance because the process is in
-/// another container, or has ended and only its writes in flight are left.
+/// The process that locked the file with `flock`, and its name. `None`: unknown, for instance
+/// because the process is in another container, or has ended and only its writes in flight are
+/// left.
 pub(crate) fn of(file: &File) -> Option<(u32, String)> {
     let metadata = file.metadata().ok()?;
     let (device, inode) = (metadata.dev(), metadata.ino());
@@ -17,8 +18,8 @@ pub(crate) fn of(file: &File) -> Option<(u32, String)> {
     Some((pid, name.trim_end().to_owned()))
 }
 
-/// Whether the process that locked the file with `flock` is alive. One that was killed but has not ended does not
-/// count.
+/// Whether the process that locked the file with `flock` is alive. One that was killed but has not
+/// ended does not count.
 pub(crate) fn is_alive(file: &File) -> bool {
     let stat = of(file).and_then(|(pid, _)| read_to_string(format!("/proc/{pid}/stat")).ok());
     stat.is_some_and(|stat| !is_exiting(&stat))
@@ -28,8 +29,8 @@ pub(crate) fn is_alive(file: &File) -> bool {
 fn is_exiting(stat: &str) -> bool {
     // PF_EXITING of the kernel's sched.h.
     const EXITING: u64 = 4;
-    // The name, which may contain anything, ends at the last parenthesis; then come state, parents, session, terminal,
-    // flags.
+    // The name, which may contain anything, ends at the last parenthesis; then come state, parents,
+    // session, terminal, flags.
     let words = stat.rsplit(')').next().unwrap_or_default();
     let flags = words.split_whitespace().nth(6);
     flags

@@ -1,5 +1,6 @@
-//! An artificially slow medium, for benchmarks only: slow like a small cloud volume, with a limit on operations per
-//! second and a latency for each, or with one write per record, like a store without group commit.
+//! An artificially slow medium, for benchmarks only: slow like a small cloud volume, with a limit
+//! on operations per second and a latency for each, or with one write per record, like a store
+//! without group commit.
 
 use std::num::NonZeroU32;
 use std::time::{Duration, Instant};
@@ -12,9 +13,10 @@ const OPERATION_BYTES: usize = 256 << 10;
 /// How long unused operations are kept, so that a thread that oversleeps a little loses none.
 const KEPT: Duration = Duration::from_millis(10);
 
-/// The delays of an artificially slow medium; threads that use the medium share them. For benchmarks: a log has its
-/// own, see [`StoreOptions::operations_per_second`](crate::StoreOptions::operations_per_second); a baseline that is
-/// measured beside it charges the same.
+/// The delays of an artificially slow medium; threads that use the medium share them. For
+/// benchmarks: a log has its own, see
+/// [`StoreOptions::operations_per_second`](crate::StoreOptions::operations_per_second); a baseline
+/// that is measured beside it charges the same.
 #[derive(Debug)]
 pub struct Pace {
     /// Time between two operations; zero without a limit.
@@ -36,9 +38,10 @@ impl Pace {
         }
     }
 
-    /// Waits, before a write of `bytes` bytes (zero for none) and then `syncs` syncs, for as long as the slow medium
-    /// would take beyond the real one. A write is an operation for each 256 KiB begun, a sync is one. The latency
-    /// counts once for a write, however long, and once for each sync.
+    /// Waits, before a write of `bytes` bytes (zero for none) and then `syncs` syncs, for as long
+    /// as the slow medium would take beyond the real one. A write is an operation for each 256 KiB
+    /// begun, a sync is one. The latency counts once for a write, however long, and once for each
+    /// sync.
     ///
     /// # Panics
     /// If another thread panicked in here.

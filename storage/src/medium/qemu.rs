@@ -1,7 +1,8 @@
-//! QEMU's locks on an image, which qemu-nbd, qemu-img and others of its programs take too (`block/file-posix.c`).
+//! QEMU's locks on an image, which qemu-nbd, qemu-img and others of its programs take too
+//! (`block/file-posix.c`).
 //!
-//! Each lock is a shared lock on a single byte, held by an open file. By itself it blocks nobody: a program takes the
-//! locks that say what it does, then looks for conflicting locks of others.
+//! Each lock is a shared lock on a single byte, held by an open file. By itself it blocks nobody: a
+//! program takes the locks that say what it does, then looks for conflicting locks of others.
 //!
 //! | byte | the holder |
 //! |---|---|
@@ -35,11 +36,12 @@ pub(crate) enum Conflict {
     Reads,
 }
 
-/// Takes the locks of a program that only reads the image, or of one that writes it and shares it with nobody, because
-/// then parts of its contents may be in memory or in a log. Without a conflict, the locks are held until the file is
-/// closed; otherwise none is held.
+/// Takes the locks of a program that only reads the image, or of one that writes it and shares it
+/// with nobody, because then parts of its contents may be in memory or in a log. Without a
+/// conflict, the locks are held until the file is closed; otherwise none is held.
 ///
-/// On a kernel or file system without such locks there is no conflict; QEMU takes none there either.
+/// On a kernel or file system without such locks there is no conflict; QEMU takes none there
+/// either.
 ///
 /// # Errors
 /// If the system can't tell.

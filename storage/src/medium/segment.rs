@@ -1,4 +1,5 @@
-//! Segment files: fixed-size pieces of the log, zero-filled once and then recycled. And verified reads from them.
+//! Segment files: fixed-size pieces of the log, zero-filled once and then recycled. And verified
+//! reads from them.
 
 use std::io;
 use std::ops::Range;
@@ -32,8 +33,8 @@ impl Segment {
         let mut fill = || {
             let file = files.open(&unfinished, OpenMode::Emptied)?;
             file.allocate(size)?;
-            // Write the zeroes past the page cache, in steps: write-back of a whole segment at once would block the
-            // log's syncs.
+            // Write the zeroes past the page cache, in steps: write-back of a whole segment at once
+            // would block the log's syncs.
             let direct = files.open(&unfinished, OpenMode::Direct)?;
             write_zeroes(direct.as_ref(), 0, size, between)?;
             direct.write_all_at(&SegmentHeader::blank(), 0)?;
@@ -50,8 +51,9 @@ impl Segment {
         Self::open(files, path, Access::Log)
     }
 
-    /// Opens and locks an existing segment file. The log's control file is locked already, so only writes that a
-    /// killed process had in flight can still hold the segment. They must have ended before the segment is read.
+    /// Opens and locks an existing segment file. The log's control file is locked already, so only
+    /// writes that a killed process had in flight can still hold the segment. They must have ended
+    /// before the segment is read.
     fn open(files: &dyn FileSystem, path: PathBuf, access: Access) -> Result<Self> {
         let file = files.open(&path, access.open_mode(OpenMode::Direct));
         let file = file.map_err(|e| Error::io("open the log segment", &path, e))?;
@@ -92,12 +94,12 @@ impl Segment {
     }
 }
 
-/// Bytes of zeroes written at a time while a segment is made. With smaller steps, writers would wait longer for the
-/// segment on a medium with slow operations.
+/// Bytes of zeroes written at a time while a segment is made. With smaller steps, writers would
+/// wait longer for the segment on a medium with slow operations.
 pub(crate) const LONG_STEP: u64 = 4 << 20;
 
-/// Zero-fills `len` bytes at `offset` chunk by chunk, so that the blocks are allocated and need no later conversion.
-/// `between` is called with the time that each [`LONG_STEP`] took.
+/// Zero-fills `len` bytes at `offset` chunk by chunk, so that the blocks are allocated and need no
+/// later conversion. `between` is called with the time that each [`LONG_STEP`] took.
 fn write_zeroes(
     file: &dyn DataFile,
     offset: u64,
@@ -116,7 +118,8 @@ fn write_zeroes(
     Ok(())
 }
 
-/// A read of payload bytes from a segment. The blocks that contain them are read whole and verified.
+/// A read of payload bytes from a segment. The blocks that contain them are read whole and
+/// verified.
 #[derive(Clone, Debug)]
 pub(crate) struct LogRead {
     /// Pinned, so that its table keeps the checksums of these blocks.
@@ -169,8 +172,8 @@ impl LogRead {
         self.checked(buffer)
     }
 
-    /// Verifies the blocks in `read`, and returns the bytes asked for. If the page cache was wrong, rereads from the
-    /// medium, in the calling thread.
+    /// Verifies the blocks in `read`, and returns the bytes asked for. If the page cache was wrong,
+    /// rereads from the medium, in the calling thread.
     ///
     /// # Errors
     /// As [`read`](Self::read).
@@ -210,8 +213,8 @@ mod tests {
     use crate::medium::directory::{Medium, directory};
     use crate::medium::engine::EngineKind;
 
-    /// A payload is read from the page cache if a write went through it, and from the medium if the cache is wrong.
-    /// Here the cache is another file.
+    /// A payload is read from the page cache if a write went through it, and from the medium if the
+    /// cache is wrong. Here the cache is another file.
     #[test]
     fn a_read_trusts_the_page_cache_only_with_the_checksums() {
         const LEN: usize = 8192;

@@ -1,5 +1,5 @@
-//! Attaching disks to a log: opens the base images, and finds each one's entry in the table of disks or refuses the
-//! image.
+//! Attaching disks to a log: opens the base images, and finds each one's entry in the table of
+//! disks or refuses the image.
 //!
 //! | the image is | the log holds records of the disk | it holds none |
 //! |---|---|---|
@@ -37,8 +37,8 @@ use crate::sync::{Arc, Mutex};
 
 /// Why an image is not as the log left it, if its time tells.
 const WRITTEN: &str = "another program, or a mount, has written to it since the log did";
-/// A file's time may be this much later than the log's last write to it: a file system over the network, or one in memory,
-/// may set it when it passes the bytes on.
+/// A file's time may be this much later than the log's last write to it: a file system over the
+/// network, or one in memory, may set it when it passes the bytes on.
 const LATE: Duration = Duration::from_secs(5);
 
 /// A base image that is open and locked, but not matched to a disk of the log yet.
@@ -52,8 +52,8 @@ pub(crate) struct OpenBase {
 }
 
 impl OpenBase {
-    /// Opens and locks the image, to use it with the log in `log_dir`. `in_log`: this process has that log open, so
-    /// nobody else can be using an image that is marked as open.
+    /// Opens and locks the image, to use it with the log in `log_dir`. `in_log`: this process has
+    /// that log open, so nobody else can be using an image that is marked as open.
     pub(crate) fn open(
         options: &DiskOptions,
         access: Access,
@@ -98,7 +98,8 @@ impl OpenBase {
         Ok(opened)
     }
 
-    /// Opens the detached images among `disks`, except those that are in use: of a file that is named twice, the use counts.
+    /// Opens the detached images among `disks`, except those that are in use: of a file that is
+    /// named twice, the use counts.
     pub(crate) fn open_detached(
         disks: &[DiskOptions],
         in_use: &[Self],
@@ -116,8 +117,8 @@ impl OpenBase {
         Ok(opened)
     }
 
-    /// Refuses an image that must not be used as a plain raw image: one in another format, or one marked as open, whose
-    /// newest bytes are, or were, in a log; a new log must not hide that.
+    /// Refuses an image that must not be used as a plain raw image: one in another format, or one
+    /// marked as open, whose newest bytes are, or were, in a log; a new log must not hide that.
     pub(crate) fn refuse_foreign(&self, log_dir: &Path) -> Result<()> {
         let mark = self.identity.mark.as_ref();
         refuse_other_format(&self.options.path, mark, self.options.format)?;
@@ -197,8 +198,8 @@ impl OpenBase {
         }))
     }
 
-    /// How much later the last write to the image was than the log's own, by the file's time; zero if it was earlier.
-    /// `None`: it was that one, or nobody knows.
+    /// How much later the last write to the image was than the log's own, by the file's time; zero
+    /// if it was earlier. `None`: it was that one, or nobody knows.
     fn written_later(&self, control: &ControlFile, entry: &DiskEntry) -> Option<Duration> {
         let (inode, id) = (&self.identity.inode, entry.id.get());
         // A copy's time means nothing.
@@ -233,8 +234,8 @@ impl OpenBase {
         Ok(why.or(written))
     }
 
-    /// As [`why_no_past`](Self::why_no_past), for a reader. If there is a reason, ends the disk's past at LSN `newest`,
-    /// only in the control file in memory.
+    /// As [`why_no_past`](Self::why_no_past), for a reader. If there is a reason, ends the disk's
+    /// past at LSN `newest`, only in the control file in memory.
     pub(crate) fn without_past(
         &self,
         control: &mut ControlFile,
@@ -295,7 +296,8 @@ pub(crate) fn find(
         .collect()
 }
 
-/// Finds the place of an image's entry in a log's table, whether or not the entry accepts the image.
+/// Finds the place of an image's entry in a log's table, whether or not the entry accepts the
+/// image.
 ///
 /// # Errors
 /// If the table has none.
@@ -472,9 +474,9 @@ fn refuse_twice(path: &Path, opened: &[OpenBase]) -> Result<()> {
     }
 }
 
-/// Finds the disks' entries in the log and updates them in memory. Cuts off what an interrupted resize left beyond the
-/// end of a disk. Of the `detached` disks, those that have records in the log come last; the others are closed again.
-/// `newest`: the disks' present state.
+/// Finds the disks' entries in the log and updates them in memory. Cuts off what an interrupted
+/// resize left beyond the end of a disk. Of the `detached` disks, those that have records in the
+/// log come last; the others are closed again. `newest`: the disks' present state.
 ///
 /// # Errors
 /// Also if the log holds records of a disk that is neither in `bases` nor in `detached`.
@@ -510,8 +512,9 @@ pub(crate) fn attach(
         .collect()
 }
 
-/// Refuses a log with records of a disk whose image was not named: they could never be copied, so the log would fill up.
-/// That the log's table names an image is no reason to open it: whoever wrote the table may be a stranger.
+/// Refuses a log with records of a disk whose image was not named: they could never be copied, so
+/// the log would fill up. That the log's table names an image is no reason to open it: whoever
+/// wrote the table may be a stranger.
 fn refuse_unnamed(
     found: &[usize],
     control: &ControlFile,
@@ -540,8 +543,8 @@ fn refuse_unnamed(
     )))
 }
 
-/// Ends a disk's past if the image is not the one it depends on, and warns about what is lost. `newest`: the disk's
-/// present state.
+/// Ends a disk's past if the image is not the one it depends on, and warns about what is lost.
+/// `newest`: the disk's present state.
 pub(crate) fn end_past(
     base: &OpenBase,
     place: usize,
@@ -632,8 +635,8 @@ fn enter(base: OpenBase, place: usize, control: &mut ControlFile) -> Result<Arc<
     }
     filesystem::settle_name(&base.path)?;
     if !planted(Mutant::AttachTrustsCache) {
-        // The entry's mark and samples describe the image on the medium. A power cut may take what a killed process
-        // left in the page cache, and then the image would be refused.
+        // The entry's mark and samples describe the image on the medium. A power cut may take what
+        // a killed process left in the page cache, and then the image would be refused.
         let settled = base.file.sync_all().and_then(|()| base.file.drop_cache());
         settled.map_err(|error| Error::io("sync the base image", &base.options.path, error))?;
     }
@@ -650,8 +653,8 @@ fn enter(base: OpenBase, place: usize, control: &mut ControlFile) -> Result<Arc<
     Ok(Arc::new(state))
 }
 
-/// Announces that a disk's image is about to be marked as open. `salt`: so that two copies of a disk that are both used
-/// from now on never reach the same generation.
+/// Announces that a disk's image is about to be marked as open. `salt`: so that two copies of a
+/// disk that are both used from now on never reach the same generation.
 pub(crate) fn announce_open(control: &mut ControlFile, state: &DiskState, salt: u64) {
     if let Some(entry) = control.control.disk_mut(state.id) {
         entry.announce(1 + (salt >> 32));
@@ -660,8 +663,8 @@ pub(crate) fn announce_open(control: &mut ControlFile, state: &DiskState, salt: 
     }
 }
 
-/// Attaches a disk to a log in use that has no records of it, with its own entry or a new one. `open`: the log's open
-/// disks. `newest`: the log's newest record.
+/// Attaches a disk to a log in use that has no records of it, with its own entry or a new one.
+/// `open`: the log's open disks. `newest`: the log's newest record.
 pub(crate) fn adopt(
     base: OpenBase,
     control: &mut ControlFile,

@@ -1,5 +1,5 @@
-//! What changed between two points of a disk's history: the ranges that the records between them wrote, zeroed or
-//! discarded.
+//! What changed between two points of a disk's history: the ranges that the records between them
+//! wrote, zeroed or discarded.
 
 use std::num::NonZeroUsize;
 use std::path::Path;
@@ -36,12 +36,12 @@ pub struct ChangedRange {
     pub now: Allocation,
 }
 
-/// The ranges of the disk at `path` that changed after the point `from`, up to the point `to` (`None`: the newest
-/// record). They are exact: a range is included if a record touched it, even if the bytes did not change. The log is
-/// read on `threads` threads; `None`: one per processor.
+/// The ranges of the disk at `path` that changed after the point `from`, up to the point `to`
+/// (`None`: the newest record). They are exact: a range is included if a record touched it, even if
+/// the bytes did not change. The log is read on `threads` threads; `None`: one per processor.
 ///
-/// What a restore in place between the points undid counts as changed. If the bytes are the base image's again, it is
-/// reported as [`Data`](Allocation::Data).
+/// What a restore in place between the points undid counts as changed. If the bytes are the base
+/// image's again, it is reported as [`Data`](Allocation::Data).
 ///
 /// # Errors
 /// As [`restore_disk`](crate::restore_disk), for either point; or if `to` is before `from`.
@@ -70,7 +70,8 @@ pub fn disk_changes(
         control.timeline(disk_id, to_lsn),
     );
     let mut touched = log.read_records(|lsn| then.has(lsn) != now.has(lsn))?;
-    // What was saved for snapshots, from the one at `from` on, has changed since, to what the base image has now.
+    // What was saved for snapshots, from the one at `from` on, has changed since, to what the base
+    // image has now.
     let saved = log.read_saved(from_lsn..to_lsn)?;
     if let Some(saved) = &saved {
         saved.iter().for_each(|piece| {
@@ -81,8 +82,8 @@ pub fn disk_changes(
             touched.insert(piece.sector, piece.sectors, 0, place);
         });
     }
-    // What a restore in place undid has changed too: to what the records that still count left there, or to the base
-    // image.
+    // What a restore in place undid has changed too: to what the records that still count left
+    // there, or to the base image.
     let as_of_to = if saved.is_none() && control.is_continuous(disk_id, from_lsn, to_lsn) {
         None
     } else {

@@ -5,8 +5,9 @@
 //!   2. the log's control file names the disk, at PATH    (the log is made if there is none)
 //!   3. PATH.walvisor-part becomes PATH                   the directory is synced
 //! ```
-//! If a crash cuts this before step 3, nothing is at PATH. The same command then finishes it: it reuses the file of
-//! step 1 and replaces the entry of step 2. A log with a disk whose image is missing still serves its other disks.
+//! If a crash cuts this before step 3, nothing is at PATH. The same command then finishes it: it
+//! reuses the file of step 1 and replaces the entry of step 2. A log with a disk whose image is
+//! missing still serves its other disks.
 
 use std::path::Path;
 
@@ -42,13 +43,13 @@ pub(crate) enum CreateStep {
 /// Called at each step.
 type StepHook<'a> = &'a mut dyn FnMut(CreateStep);
 
-/// Creates a sparse base image of `size` bytes and registers it in the log in `log_dir`. If there is no log, creates it
-/// with `options`; an existing log ignores them, except for [`retain`](StoreOptions::retain). Reuses what an earlier,
-/// interrupted call left.
+/// Creates a sparse base image of `size` bytes and registers it in the log in `log_dir`. If there
+/// is no log, creates it with `options`; an existing log ignores them, except for
+/// [`retain`](StoreOptions::retain). Reuses what an earlier, interrupted call left.
 ///
 /// # Errors
-/// If the size is not a positive multiple of 512, the file exists, or the log is open elsewhere. Leaves nothing at
-/// `path`.
+/// If the size is not a positive multiple of 512, the file exists, or the log is open elsewhere.
+/// Leaves nothing at `path`.
 pub fn create_disk(path: &Path, size: u64, log_dir: &Path, options: &StoreOptions) -> Result<()> {
     create(path, size, log_dir, options, &mut |_| {})
 }
@@ -164,8 +165,8 @@ impl<'a> NewDisk<'a> {
     }
 }
 
-/// Registers the disk at `path` in memory, and marks its complete image, `file` at `image`, as its own and closed.
-/// Returns whether the image's file system has extended attributes.
+/// Registers the disk at `path` in memory, and marks its complete image, `file` at `image`, as its
+/// own and closed. Returns whether the image's file system has extended attributes.
 pub(crate) fn register_disk(
     control: &mut ControlFile,
     path: &Path,
@@ -192,8 +193,9 @@ pub(crate) fn register_disk(
     Ok(marked)
 }
 
-/// The LSN of the present state of a log that nobody has open; 0 for one being created. A power cut does not take that
-/// state back: a disk whose past begins there would lose the snapshots that are made until the log has it again.
+/// The LSN of the present state of a log that nobody has open; 0 for one being created. A power cut
+/// does not take that state back: a disk whose past begins there would lose the snapshots that are
+/// made until the log has it again.
 fn newest(control: &mut ControlFile) -> Result<u64> {
     if control.control.header.generation.get() == 0 {
         return Ok(0);
@@ -284,7 +286,8 @@ mod tests {
         names
     }
 
-    /// Another process may create the directory between the search for a log and the look at the directory.
+    /// Another process may create the directory between the search for a log and the look at the
+    /// directory.
     #[test]
     fn a_log_created_in_the_meantime_is_not_in_the_way() {
         let dir = tempfile::tempdir().unwrap();
@@ -297,7 +300,8 @@ mod tests {
         assert_eq!(kind, crate::ErrorKind::Damaged);
     }
 
-    /// Wherever creation is cut, the same command finishes it, on a new log as well as beside another disk.
+    /// Wherever creation is cut, the same command finishes it, on a new log as well as beside
+    /// another disk.
     #[test]
     fn cut_anywhere_it_is_finished_by_the_same_command() {
         for shared in [false, true] {

@@ -1,7 +1,8 @@
 //! Discarding a log's records of one disk when the image that they belong to is gone.
 //!
-//! The records stay in the log, but the disk's entry says that they are void. So a crash leaves all of them valid or
-//! none, and other disks keep theirs. Then the image at the path, if it can be the disk's, is marked as closed.
+//! The records stay in the log, but the disk's entry says that they are void. So a crash leaves all
+//! of them valid or none, and other disks keep theirs. Then the image at the path, if it can be the
+//! disk's, is marked as closed.
 
 use std::path::{Path, PathBuf};
 
@@ -40,10 +41,10 @@ pub struct DiscardReport {
     pub image_fits: bool,
 }
 
-/// Discards the records of the disk at `path` that are in the log in `log_dir` but not in its image. From now on,
-/// whatever image is at `path` is the disk. The disk is the one that the log has at `path`, or else the one named by
-/// the image's mark. Other disks keep their records. Without a log, only the image is changed: it loses the mark that
-/// says it is incomplete.
+/// Discards the records of the disk at `path` that are in the log in `log_dir` but not in its
+/// image. From now on, whatever image is at `path` is the disk. The disk is the one that the log
+/// has at `path`, or else the one named by the image's mark. Other disks keep their records.
+/// Without a log, only the image is changed: it loses the mark that says it is incomplete.
 ///
 /// # Errors
 /// [`ErrorKind::WrongLog`] if the log has no such disk; [`ErrorKind::Damaged`] if it can't be read;
@@ -57,7 +58,8 @@ pub fn discard_log(path: &Path, log_dir: &Path) -> Result<DiscardReport> {
     let base = existing(OpenBase::open(&options, Access::Write, log_dir, true))?;
     let place = find(path, base.as_ref(), &control, log_dir)?;
     let medium = directory(log_dir, EngineKind::Blocking);
-    // Make the log durable first: the LSN taken below must follow its newest record, which a power cut could drop otherwise.
+    // Make the log durable first: the LSN taken below must follow its newest record, which a power
+    // cut could drop otherwise.
     let (scan, mut unapplied) = read_for_recovery(&medium, log_dir, &mut control, &mut |_, _| {})?;
     let entry = control.control.disks[place];
     let given_up = unapplied.remove(&entry.id.get()).unwrap_or_default();
@@ -67,7 +69,8 @@ pub fn discard_log(path: &Path, log_dir: &Path) -> Result<DiscardReport> {
     let fits = base.filter(|base| base.size_fits(&entry) && !is_another(base, &control, place));
     let Commit { lsn, unix_us, .. } = scan.newest(&control.control);
     if let Some(base) = &fits {
-        // The mark may be what a killed process left in the page cache, and a power cut may take that.
+        // The mark may be what a killed process left in the page cache, and a power cut may take
+        // that.
         let synced = base.file.sync_all();
         synced.map_err(|error| Error::io("sync the base image", path, error))?;
         // Whatever image it is.
@@ -78,7 +81,8 @@ pub fn discard_log(path: &Path, log_dir: &Path) -> Result<DiscardReport> {
         let ended = control.control.end_past(entry.id.get(), lsn);
         ended.map_err(|error| error.of_file(log_dir))?;
     }
-    // Without its records, the disk is not what it was at the newest one, so its new state gets an LSN of its own.
+    // Without its records, the disk is not what it was at the newest one, so its new state gets an
+    // LSN of its own.
     let taken = control.control.take_lsn(entry.id.get(), lsn, unix_us);
     let taken = taken.map_err(|error| error.of_file(log_dir))?;
     let newest = newest.max(taken);
@@ -93,8 +97,8 @@ pub fn discard_log(path: &Path, log_dir: &Path) -> Result<DiscardReport> {
         entry.void_lsn = U64::new(newest.saturating_sub(kept));
         if let Some(base) = &fits {
             entry.announce(1);
-            // The image still has this mark. If a crash comes before the new one is written, the disk must open with
-            // it.
+            // The image still has this mark. If a crash comes before the new one is written, the
+            // disk must open with it.
             if let Some(mark) = base.identity.mark.filter(|mark| mark.disk == entry.disk) {
                 entry.generation = U64::new(mark.generation);
             }

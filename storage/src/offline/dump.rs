@@ -35,8 +35,8 @@ pub struct LogRecord<'a> {
     pub lsn: u64,
     /// ID of the record's commit group.
     pub cid: u64,
-    /// When the record's batch was built, in microseconds since 1970 by the wall clock. Never before the preceding
-    /// record, even if the clock was set back.
+    /// When the record's batch was built, in microseconds since 1970 by the wall clock. Never
+    /// before the preceding record, even if the clock was set back.
     pub unix_us: u64,
     /// The disk's number in the log; 0 for a mark.
     pub disk_id: u32,
@@ -137,12 +137,13 @@ pub(crate) fn text_of(found: &FoundRecord<'_>) -> Result<Option<MarkText>> {
     Ok(MarkText::read(&read))
 }
 
-/// Reads the log in `log_dir`, verifies every checksum and calls `visit` for each record in segments in use, in LSN
-/// order. Changes nothing.
+/// Reads the log in `log_dir`, verifies every checksum and calls `visit` for each record in
+/// segments in use, in LSN order. Changes nothing.
 ///
 /// # Errors
-/// As [`inspect`](crate::inspect). If acknowledged records are missing ([`ErrorKind::Damaged`](crate::ErrorKind::Damaged)), `visit` has been
-/// called for the records before them.
+/// As [`inspect`](crate::inspect). If acknowledged records are missing
+/// ([`ErrorKind::Damaged`](crate::ErrorKind::Damaged)), `visit` has been called for the records
+/// before them.
 pub fn dump_records(log_dir: &Path, visit: &mut dyn FnMut(&LogRecord<'_>)) -> Result<()> {
     let control = existing_log(log_dir, Access::LogRead)?;
     let disks = control.control.disks.iter();
@@ -172,7 +173,8 @@ pub fn dump_records(log_dir: &Path, visit: &mut dyn FnMut(&LogRecord<'_>)) -> Re
     .and_then(|_| failed.map_or(Ok(()), Err))
 }
 
-/// As [`dump_records`], but calls `visit` once per commit group, that is, for all batches with the same cid.
+/// As [`dump_records`], but calls `visit` once per commit group, that is, for all batches with the
+/// same cid.
 ///
 /// # Errors
 /// As [`dump_records`].

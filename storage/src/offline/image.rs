@@ -19,8 +19,9 @@ use crate::offline::other_format::refuse_other_format;
 use crate::sync::Arc;
 use crate::{Extent, SECTOR_SIZE};
 
-/// A raw image, open for I/O without a log. It is locked like a disk with a log, so that no other process of this
-/// program, and none of QEMU's programs, can open it at the same time; several readers can.
+/// A raw image, open for I/O without a log. It is locked like a disk with a log, so that no other
+/// process of this program, and none of QEMU's programs, can open it at the same time; several
+/// readers can.
 #[derive(Debug)]
 pub struct Image {
     path: PathBuf,
@@ -30,14 +31,14 @@ pub struct Image {
 }
 
 impl Image {
-    /// Opens the image at `path`, a file or a block device: with O_DIRECT if that works for single sectors, otherwise
-    /// through the page cache. A block device must not be in use, for instance by a mounted file system; a writer keeps
-    /// it that way (O_EXCL).
+    /// Opens the image at `path`, a file or a block device: with O_DIRECT if that works for single
+    /// sectors, otherwise through the page cache. A block device must not be in use, for instance
+    /// by a mounted file system; a writer keeps it that way (O_EXCL).
     ///
     /// # Errors
-    /// If it is neither, its size is not a positive multiple of 512 bytes, it seems to be in another format than raw
-    /// ([`ImageFormat::Unknown`]), another process has it open ([`ErrorKind::Locked`]), or its newest bytes may be in a
-    /// log ([`ErrorKind::WrongLog`]).
+    /// If it is neither, its size is not a positive multiple of 512 bytes, it seems to be in
+    /// another format than raw ([`ImageFormat::Unknown`]), another process has it open
+    /// ([`ErrorKind::Locked`]), or its newest bytes may be in a log ([`ErrorKind::WrongLog`]).
     pub fn open(path: &Path, read_only: bool) -> Result<Self> {
         Self::open_as(path, read_only, ImageFormat::Unknown)
     }
@@ -77,8 +78,8 @@ impl Image {
         &self.path
     }
 
-    /// The file. I/O must use offsets and lengths that are multiples of 512, and memory aligned like a
-    /// [`Buffer`](crate::Buffer).
+    /// The file. I/O must use offsets and lengths that are multiples of 512, and memory aligned
+    /// like a [`Buffer`](crate::Buffer).
     pub fn file(&self) -> &File {
         &self.file
     }
@@ -98,8 +99,9 @@ impl Image {
         self.bytes
     }
 
-    /// How the file is allocated from `sector` on: between 1 and `most` adjacent extents, `sectors` sectors in all or
-    /// fewer. The range must be in the file and not empty. On a file system without holes, everything is data.
+    /// How the file is allocated from `sector` on: between 1 and `most` adjacent extents, `sectors`
+    /// sectors in all or fewer. The range must be in the file and not empty. On a file system
+    /// without holes, everything is data.
     ///
     /// # Errors
     /// If the file system can't report the file's holes.
@@ -143,7 +145,8 @@ fn open_file(path: &Path, write: bool) -> Result<File> {
     lock::open_locked(path, OPEN, open, |file| file, access, |_| Holder::User)
 }
 
-/// Opens and locks a base image. `in_log`: see [`OpenBase::open`](crate::offline::attach::OpenBase::open).
+/// Opens and locks a base image. `in_log`: see
+/// [`OpenBase::open`](crate::offline::attach::OpenBase::open).
 pub(crate) fn open_base(path: &Path, access: Access, in_log: bool) -> Result<Box<dyn DataFile>> {
     if image_kind(path)? == PathKind::BlockDevice {
         // A log marks its images, and a device has no attributes.
@@ -187,7 +190,8 @@ fn image_kind(path: &Path) -> Result<PathKind> {
     }
 }
 
-/// An image's length in bytes. Refuses a length that no disk can have. Under the lock, no other process changes it.
+/// An image's length in bytes. Refuses a length that no disk can have. Under the lock, no other
+/// process changes it.
 pub(crate) fn disk_len(file: &dyn DataFile, path: &Path) -> Result<u64> {
     let size = file.len();
     let size = size.map_err(|error| Error::io("read its length", path, error))?;

@@ -46,11 +46,13 @@ pub struct LogReport {
     pub last_lsn: u64,
     /// The history of its disks.
     pub history: LogHistory,
-    /// Whether there is a torn write after the log's end. It was never acknowledged: normal after a crash, and ignored.
+    /// Whether there is a torn write after the log's end. It was never acknowledged: normal after a
+    /// crash, and ignored.
     pub torn_tail: bool,
     /// Where the base images of all disks on the log were when last open.
     pub disks: Vec<PathBuf>,
-    /// Sectors whose newest bytes are in the log and damaged there, so that reads fail. Empty if the log is clean.
+    /// Sectors whose newest bytes are in the log and damaged there, so that reads fail. Empty if
+    /// the log is clean.
     pub damaged: Vec<DamagedSectors>,
     /// Damaged batch headers. Their segments' summaries still have them, so no record is lost.
     pub damaged_headers: Vec<DamagedHeader>,
@@ -100,8 +102,8 @@ pub struct DiskReport {
     pub size: u64,
     /// Bytes that the base image takes on its file system.
     pub allocated: u64,
-    /// Whether the image carries a disk's mark. If so, an image without a log is complete, because the disk was closed;
-    /// if not, that is unknown, because a copy may have lost the mark.
+    /// Whether the image carries a disk's mark. If so, an image without a log is complete, because
+    /// the disk was closed; if not, that is unknown, because a copy may have lost the mark.
     pub marked: bool,
     /// Bytes that the image lacks because it failed, and that are in a spill file beside the log.
     pub spilled: u64,
@@ -109,8 +111,8 @@ pub struct DiskReport {
     pub log: Option<LogReport>,
 }
 
-/// Inspects a disk, reads its whole log and verifies every checksum. Changes nothing. Damaged payloads in an otherwise
-/// complete log are not an error; the report lists them.
+/// Inspects a disk, reads its whole log and verifies every checksum. Changes nothing. Damaged
+/// payloads in an otherwise complete log are not an error; the report lists them.
 ///
 /// This reads every file that an open, a look or a restore trusts:
 ///
@@ -122,17 +124,19 @@ pub struct DiskReport {
 /// | `spill-...` | that the map of each disk of the log is whole; the bytes have no checksums |
 /// | the base image | its mark (else its inode), its length, its samples, and the time of the last write, if snapshots need it; it has no checksums |
 ///
-/// It leaves out files that none of them trusts: unused segments, `.new` files, and saved files of deleted snapshots.
+/// It leaves out files that none of them trusts: unused segments, `.new` files, and saved files of
+/// deleted snapshots.
 ///
 /// # Errors
-/// [`ErrorKind::Damaged`](crate::ErrorKind::Damaged) if acknowledged records are missing; [`ErrorKind::Locked`](crate::ErrorKind::Locked) if the disk or its log is
-/// open elsewhere; [`ErrorKind::WrongLog`](crate::ErrorKind::WrongLog) if the log is not this disk's.
+/// [`ErrorKind::Damaged`](crate::ErrorKind::Damaged) if acknowledged records are missing;
+/// [`ErrorKind::Locked`](crate::ErrorKind::Locked) if the disk or its log is open elsewhere;
+/// [`ErrorKind::WrongLog`](crate::ErrorKind::WrongLog) if the log is not this disk's.
 pub fn inspect(path: &Path, log_dir: &Path) -> Result<DiskReport> {
     inspect_with_progress(path, log_dir, None, &mut |_, _| {})
 }
 
-/// As [`inspect`], on `threads` threads (`None`: one per processor), with progress reports. The result does not depend
-/// on the number of threads.
+/// As [`inspect`], on `threads` threads (`None`: one per processor), with progress reports. The
+/// result does not depend on the number of threads.
 ///
 /// # Errors
 /// As [`inspect`].

@@ -4,9 +4,9 @@
 //!   the point is kept ─────────────────────────────────────────────────────▶ and let go
 //!   look ── copy ──▶ closed while the log is folded ──▶ look ── copy ──▶ ...
 //! ```
-//! While a look is open, the log can't be folded. So an export of a log with history closes its look when the log needs
-//! room, and goes on with another look at the same point. The point is kept as a snapshot is, but nobody sees it: what
-//! the image loses meanwhile is saved beside the log.
+//! While a look is open, the log can't be folded. So an export of a log with history closes its
+//! look when the log needs room, and goes on with another look at the same point. The point is kept
+//! as a snapshot is, but nobody sees it: what the image loses meanwhile is saved beside the log.
 
 use std::fs::File;
 use std::ops::Range;
@@ -29,12 +29,14 @@ use crate::sync;
 use crate::sync::atomic::Ordering;
 use crate::{Backend, SECTOR_SIZE, Transfer};
 
-/// The copy is synced whenever this many bytes were copied. If the log fills up meanwhile, writers wait for that.
+/// The copy is synced whenever this many bytes were copied. If the log fills up meanwhile, writers
+/// wait for that.
 const SYNC_BYTES: u64 = 16 << 20;
-/// An export copies for at least this many times as long as it took to open its look, unless writers wait for it.
+/// An export copies for at least this many times as long as it took to open its look, unless
+/// writers wait for it.
 const COPY_SHARE: u32 = 4;
-/// How often an export checks whether the log has room again, and how many times. After that it goes on: the log may
-/// stay as full as it is.
+/// How often an export checks whether the log has room again, and how many times. After that it
+/// goes on: the log may stay as full as it is.
 const ROOM_POLL: Duration = Duration::from_millis(5);
 const ROOM_POLLS: u32 = 1000;
 
@@ -135,7 +137,8 @@ pub(crate) struct CopyProgress {
 }
 
 impl CopyProgress {
-    /// Syncs the copy, and drops its cached pages: a large copy must not fill memory with dirty pages.
+    /// Syncs the copy, and drops its cached pages: a large copy must not fill memory with dirty
+    /// pages.
     pub(crate) fn sync(&mut self, to: NamedFile<'_>) -> Result<()> {
         self.synced = self.copied;
         let synced = to.file.drop_cache();
@@ -144,17 +147,20 @@ impl CopyProgress {
 }
 
 impl Disk {
-    /// Copies the disk, as of one LSN, to `target`, an empty file open for writing, while requests go on. Everything
-    /// that completed before the call is in the copy. Holes stay holes. `progress` gets the number of bytes passed so
-    /// far and the disk's size, and returns `false` to end the export.
+    /// Copies the disk, as of one LSN, to `target`, an empty file open for writing, while requests
+    /// go on. Everything that completed before the call is in the copy. Holes stay holes.
+    /// `progress` gets the number of bytes passed so far and the disk's size, and returns `false`
+    /// to end the export.
     ///
-    /// If the log keeps history, what is not copied yet is saved beside the log before a checkpoint overwrites it, as for
-    /// a snapshot. Otherwise the log is first copied to the base images, as by [`checkpoint`](Self::checkpoint), and
-    /// until the export ends, each checkpoint first copies to `target` what it is about to overwrite.
+    /// If the log keeps history, what is not copied yet is saved beside the log before a checkpoint
+    /// overwrites it, as for a snapshot. Otherwise the log is first copied to the base images, as
+    /// by [`checkpoint`](Self::checkpoint), and until the export ends, each checkpoint first copies
+    /// to `target` what it is about to overwrite.
     ///
     /// # Errors
-    /// As [`checkpoint`](Self::checkpoint), or [`look`](Self::look); if the disk can't be read or `target` can't be
-    /// written; if `progress` has ended the export. `target` keeps what was copied so far.
+    /// As [`checkpoint`](Self::checkpoint), or [`look`](Self::look); if the disk can't be read or
+    /// `target` can't be written; if `progress` has ended the export. `target` keeps what was
+    /// copied so far.
     pub fn export(
         &self,
         target: File,
@@ -219,7 +225,8 @@ impl Disk {
     }
 }
 
-/// Copies a disk from `done.passed` on. After each part, `go_on` gets how far that is, and returns whether to go on.
+/// Copies a disk from `done.passed` on. After each part, `go_on` gets how far that is, and returns
+/// whether to go on.
 pub(crate) fn copy_while(
     layers: Layers<'_>,
     to: NamedFile<'_>,

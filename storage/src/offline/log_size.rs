@@ -1,9 +1,9 @@
 //! The size of a log: the advised size, and changing it while the log is not in use.
 //!
-//! The size is the number of segment files that the log may have. A log that grows makes them when it needs them. A log
-//! that shrinks removes files that hold no part of it, from the highest number down; a file that is needed replaces a
-//! free one with a lower number. So the log is whole wherever a crash cuts this, and the control file gets the new size
-//! last.
+//! The size is the number of segment files that the log may have. A log that grows makes them when
+//! it needs them. A log that shrinks removes files that hold no part of it, from the highest number
+//! down; a file that is needed replaces a free one with a lower number. So the log is whole
+//! wherever a crash cuts this, and the control file gets the new size last.
 
 use std::path::Path;
 
@@ -22,8 +22,8 @@ use crate::mutant::{Mutant, planted};
 use crate::recovery::replay::read_for_recovery;
 use crate::recovery::scan::Scan;
 
-/// A log smaller than this share of its image is small. A checkpoint copies about half of the log; at 1/32, scattered 4
-/// KiB writes then hit about one block in each stripe of 256 KiB.
+/// A log smaller than this share of its image is small. A checkpoint copies about half of the log;
+/// at 1/32, scattered 4 KiB writes then hit about one block in each stripe of 256 KiB.
 const SHARE: u64 = 32;
 /// The largest advised log.
 const MOST_ADVISED: u64 = 64 << 30;
@@ -34,12 +34,14 @@ pub(crate) fn advise_log_size(bytes: u64, segment_size: u64, image: u64) -> Opti
     (bytes < advised).then(|| advised.next_multiple_of(segment_size))
 }
 
-/// Changes the size of the log in `log_dir`, which must not be in use, to `size` bytes, rounded up to whole segments.
+/// Changes the size of the log in `log_dir`, which must not be in use, to `size` bytes, rounded up
+/// to whole segments.
 ///
 /// # Errors
-/// [`ErrorKind::InvalidInput`](crate::ErrorKind::InvalidInput) if a log can't have this size, or the log's contents or
-/// its retention need more; [`ErrorKind::Damaged`](crate::ErrorKind::Damaged) if files would be removed while something
-/// of the log is damaged; or the log is in use or can't be read. The log is unchanged then.
+/// [`ErrorKind::InvalidInput`](crate::ErrorKind::InvalidInput) if a log can't have this size, or
+/// the log's contents or its retention need more; [`ErrorKind::Damaged`](crate::ErrorKind::Damaged)
+/// if files would be removed while something of the log is damaged; or the log is in use or can't
+/// be read. The log is unchanged then.
 pub fn resize_log(log_dir: &Path, size: u64) -> Result<Resize> {
     let mut control = existing_log(log_dir, Access::Log)?;
     let header = &control.control.header;
@@ -75,7 +77,8 @@ pub fn resize_log(log_dir: &Path, size: u64) -> Result<Resize> {
     })
 }
 
-/// Refuses a log of `count` segments if its retention needs more: the next open would raise it again.
+/// Refuses a log of `count` segments if its retention needs more: the next open would raise it
+/// again.
 fn refuse_less_than_kept(log_dir: &Path, control: &ControlFile, count: u32) -> Result<()> {
     let segment = control.control.header.segment_size.get();
     let retain = Retention::of(&control.control.history);

@@ -18,15 +18,16 @@ use crate::offline::view::{Layers, View};
 use crate::sync::Arc;
 
 impl Look {
-    /// Opens the disk as it was at a point in its history, with its present size. Uses only the engine, the number of
-    /// threads and the memory limit of the index from `options`: the look's extents may take as
-    /// much. `scratch`: an empty file for writes to the look, for instance from
+    /// Opens the disk as it was at a point in its history, with its present size. Uses only the
+    /// engine, the number of threads and the memory limit of the index from `options`: the look's
+    /// extents may take as much. `scratch`: an empty file for writes to the look, for instance from
     /// [`scratch_file`](crate::scratch_file); `None`: the look is read-only.
     ///
     /// # Errors
-    /// As [`restore_disk`](crate::restore_disk); or if io_uring is asked for and the kernel has none, or the scratch file
-    /// can't be as long as the disk; or [`ErrorKind::InvalidInput`](crate::ErrorKind::InvalidInput)
-    /// if the extents take more memory than they may.
+    /// As [`restore_disk`](crate::restore_disk); or if io_uring is asked for and the kernel has
+    /// none, or the scratch file can't be as long as the disk; or
+    /// [`ErrorKind::InvalidInput`](crate::ErrorKind::InvalidInput) if the extents take more memory
+    /// than they may.
     pub fn open(
         disk: &DiskOptions,
         log_dir: &Path,

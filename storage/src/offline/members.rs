@@ -1,7 +1,7 @@
 //! Disks that join or leave a log, in use or not.
 //!
-//! A disk that leaves a log in use stays in the log's table, so it can be opened with the log again. [`leave_log`] also
-//! removes it from the table:
+//! A disk that leaves a log in use stays in the log's table, so it can be opened with the log
+//! again. [`leave_log`] also removes it from the table:
 //!
 //! ```text
 //!   1. the log's records of the disk are copied to its image     (with all others: the checkpoint covers the log)
@@ -9,7 +9,8 @@
 //!   3. the new log's table names the disk                        (only [`move_to_log`]) it can be opened with either log
 //!   4. the old log's table names it no more
 //! ```
-//! Each step is durable before the next begins. After a crash between two steps, the same command continues.
+//! Each step is durable before the next begins. After a crash between two steps, the same command
+//! continues.
 
 use std::path::{Path, PathBuf};
 
@@ -36,7 +37,8 @@ use crate::offline::view::View;
 use crate::sync::{Arc, mpsc};
 
 impl Store {
-    /// Opens another disk while the log is in use. A raw image that belongs to no log joins this one.
+    /// Opens another disk while the log is in use. A raw image that belongs to no log joins this
+    /// one.
     ///
     /// # Errors
     /// As [`Store::open`] for this disk; the other disks are not affected.
@@ -54,16 +56,17 @@ impl Store {
         Ok(&self.disks[self.disks.len() - 1])
     }
 
-    /// Closes one disk while the others stay in use: copies its records to its base image, which is then a plain raw
-    /// image, and unlocked once no [`Disk`] or [`Port`](crate::Port) of it is left. Writes through those that are left
-    /// fail. The disk stays in the log's table.
+    /// Closes one disk while the others stay in use: copies its records to its base image, which is
+    /// then a plain raw image, and unlocked once no [`Disk`] or [`Port`](crate::Port) of it is
+    /// left. Writes through those that are left fail. The disk stays in the log's table.
     ///
-    /// If the log keeps history, nothing is copied: the log keeps the disk's records, and the image stays locked until
-    /// the store is closed. The disk can be [added](Self::add_disk) again. A log open for reading only copies nothing
-    /// either.
+    /// If the log keeps history, nothing is copied: the log keeps the disk's records, and the image
+    /// stays locked until the store is closed. The disk can be [added](Self::add_disk) again. A log
+    /// open for reading only copies nothing either.
     ///
     /// # Errors
-    /// If the disk is not one of [`disks`](Self::disks), or the copy fails. The disk then stays open.
+    /// If the disk is not one of [`disks`](Self::disks), or the copy fails. The disk then stays
+    /// open.
     pub fn remove_disk(&mut self, path: &Path) -> Result<()> {
         self.close_disk(path, false)
     }
@@ -140,9 +143,9 @@ type OldLog<'a> = (&'a Path, &'a [PathBuf]);
 /// Called at each step.
 type StepHook<'a> = &'a mut dyn FnMut(LeaveStep);
 
-/// Removes the disk at `path` from the log in `log_dir`: its image is then a plain raw image, without a mark. The
-/// contents of the log's other disks do not change. Returns their images. `detached`: those to which the log may have to be
-/// copied first.
+/// Removes the disk at `path` from the log in `log_dir`: its image is then a plain raw image,
+/// without a mark. The contents of the log's other disks do not change. Returns their images.
+/// `detached`: those to which the log may have to be copied first.
 ///
 /// # Errors
 /// As [`inspect`](crate::inspect); or if the copy fails. The disk is then still on the log.
@@ -164,13 +167,15 @@ fn leave(path: &Path, log: OldLog<'_>, reached: StepHook<'_>) -> Result<Vec<Path
     Ok(control.image_paths())
 }
 
-/// Moves the disk at `path` from the log in `from` to the one in `to`, which is created with `options` if necessary,
-/// and with the retention of the log in `from` if `options` has none. The disk's past is lost. A disk that is only on
-/// the log in `to` has been moved already; a raw image on no log joins.
-/// `detached`: images of other disks of the log in `from`, to which it may have to be copied first.
+/// Moves the disk at `path` from the log in `from` to the one in `to`, which is created with
+/// `options` if necessary, and with the retention of the log in `from` if `options` has none. The
+/// disk's past is lost. A disk that is only on the log in `to` has been moved already; a raw image
+/// on no log joins. `detached`: images of other disks of the log in `from`, to which it may have to
+/// be copied first.
 ///
 /// # Errors
-/// As [`leave_log`] and [`import_disk`](crate::import_disk). The disk can then be opened with at least one of the logs.
+/// As [`leave_log`] and [`import_disk`](crate::import_disk). The disk can then be opened with at
+/// least one of the logs.
 pub fn move_to_log(
     path: &Path,
     from: &Path,
@@ -247,8 +252,8 @@ fn knows(log_dir: &Path, path: &Path) -> Result<bool> {
     Ok(is_known(&base, &control))
 }
 
-/// Opens a disk and its log, once the image has all of the disk's bytes and the log can do without the disk's entry.
-/// Returns the image, the log, and the place of the entry.
+/// Opens a disk and its log, once the image has all of the disk's bytes and the log can do without
+/// the disk's entry. Returns the image, the log, and the place of the entry.
 fn open_emptied(
     path: &Path,
     (log_dir, detached): OldLog<'_>,
@@ -282,8 +287,9 @@ fn open_emptied(
             return Ok((base, control, place));
         }
         if extents.is_empty() && !rewound && !void && !reader.is_spilled() && entry.resizing == 0 {
-            // A killed process may have left this checkpoint LSN in the page cache only. If power failed after the image gets
-            // its new mark, the old log would have the records again and refuse the image.
+            // A killed process may have left this checkpoint LSN in the page cache only. If power
+            // failed after the image gets its new mark, the old log would have the records again
+            // and refuse the image.
             control.confirm()?;
             return Ok((base, control, place));
         }
@@ -432,7 +438,8 @@ mod tests {
                 let at = |path: &Path| again.join(path.file_name().unwrap());
                 let [a, b, log, new] = [at(&a), at(&b), at(&log), at(&new)];
                 assert_eq!(first(&log, &a).unwrap(), 7, "{cut:?}");
-                // Both logs have the disk then, and the image names the one that it was last used with.
+                // Both logs have the disk then, and the image names the one that it was last used
+                // with.
                 if cut == LeaveStep::Joined {
                     let refused = first(&new, &a).unwrap_err();
                     assert_eq!(refused.kind(), ErrorKind::WrongLog, "{refused}");
@@ -563,7 +570,8 @@ mod tests {
         assert_eq!(first(&log, &a).unwrap(), 7);
     }
 
-    /// A new disk at the path of one that left the log in use must not orphan the other's void records.
+    /// A new disk at the path of one that left the log in use must not orphan the other's void
+    /// records.
     #[test]
     fn a_disk_is_made_where_one_has_left_the_log_in_use() {
         let dir = tempfile::tempdir().unwrap();
@@ -585,8 +593,8 @@ mod tests {
         assert_eq!(first(&log, &b).unwrap(), 7);
     }
 
-    /// What a disk left behind in the log when it was removed stays void, even if it is added and removed again
-    /// without a write, and was restored in place before its last writes.
+    /// What a disk left behind in the log when it was removed stays void, even if it is added and
+    /// removed again without a write, and was restored in place before its last writes.
     #[test]
     fn a_disk_removed_twice_leaves_nothing_in_the_log_that_counts() {
         let dir = tempfile::tempdir().unwrap();

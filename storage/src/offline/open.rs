@@ -46,7 +46,8 @@ pub struct Store {
     keeper: Option<JoinHandle<Result<()>>>,
     /// Dropped last: the log needs its writer until everything is durable.
     pub(crate) writer: Option<Writer>,
-    /// The control file of a log open for reading only, whose lock keeps writers out. Otherwise the keeper has it.
+    /// The control file of a log open for reading only, whose lock keeps writers out. Otherwise the
+    /// keeper has it.
     pub(crate) control: Option<ControlFile>,
 }
 
@@ -56,8 +57,8 @@ fn used(disks: &[DiskOptions]) -> Vec<DiskOptions> {
     used.cloned().collect()
 }
 
-/// Creates the log in `log_dir` for base images that belong to no log, or opens it if another process has just created
-/// it.
+/// Creates the log in `log_dir` for base images that belong to no log, or opens it if another
+/// process has just created it.
 fn first_control(
     bases: &[OpenBase],
     log_dir: &Path,
@@ -74,9 +75,9 @@ fn first_control(
 }
 
 impl Store {
-    /// Creates the log in `log_dir` for these disks if there is none, as [`open`](Self::open) would, and makes the
-    /// names of the log and the images durable. For a process that drops the necessary privileges before it opens the
-    /// log.
+    /// Creates the log in `log_dir` for these disks if there is none, as [`open`](Self::open)
+    /// would, and makes the names of the log and the images durable. For a process that drops the
+    /// necessary privileges before it opens the log.
     ///
     /// # Errors
     /// As [`open`](Self::open).
@@ -93,8 +94,8 @@ impl Store {
         first_control(&bases, log_dir, options).map(drop)
     }
 
-    /// Opens the log in `log_dir` with these disks, recovering it after a crash. If there is no log, creates it, for
-    /// base images that belong to no other log.
+    /// Opens the log in `log_dir` with these disks, recovering it after a crash. If there is no
+    /// log, creates it, for base images that belong to no other log.
     ///
     /// # Errors
     /// See [`ErrorKind`]. Unless it is [`ErrorKind::Io`], nothing on the medium has changed.
@@ -102,8 +103,8 @@ impl Store {
         Self::open_with_progress(log_dir, disks, options, &mut |_, _| {})
     }
 
-    /// As [`open`](Self::open), and reports the progress of recovery. For a cleanly closed log, which needs no
-    /// recovery, `progress` is not called.
+    /// As [`open`](Self::open), and reports the progress of recovery. For a cleanly closed log,
+    /// which needs no recovery, `progress` is not called.
     ///
     /// # Errors
     /// As [`open`](Self::open).
@@ -125,9 +126,10 @@ impl Store {
         Self::start(log, disks, keeper)
     }
 
-    /// Opens an existing log with these disks for reading only, whatever their options say. Nothing is written, and
-    /// what is only in the log is read from there. So the log and the images may be on a read-only file system or
-    /// belong to another user, and several processes may open them like this at the same time.
+    /// Opens an existing log with these disks for reading only, whatever their options say. Nothing
+    /// is written, and what is only in the log is read from there. So the log and the images may be
+    /// on a read-only file system or belong to another user, and several processes may open them
+    /// like this at the same time.
     ///
     /// # Errors
     /// As [`open`](Self::open); [`ErrorKind::NotFound`] if there is no log.
@@ -237,12 +239,14 @@ impl Store {
         self.log.counters.snapshot()
     }
 
-    /// Makes everything durable, copies the log to the base images, and closes. The base images are then plain raw
-    /// images, unless [`StoreOptions::close_time`] ran out first: then a warning says how much stays in the log, and
-    /// the next open goes on copying. Drop every [`Port`](crate::Port) before.
+    /// Makes everything durable, copies the log to the base images, and closes. The base images are
+    /// then plain raw images, unless [`StoreOptions::close_time`] ran out first: then a warning
+    /// says how much stays in the log, and the next open goes on copying. Drop every
+    /// [`Port`](crate::Port) before.
     ///
     /// # Errors
-    /// If the log had failed, or the copy fails. Nothing acknowledged is lost; the next open recovers it.
+    /// If the log had failed, or the copy fails. Nothing acknowledged is lost; the next open
+    /// recovers it.
     pub fn close(mut self) -> Result<()> {
         self.stop()
     }
@@ -281,7 +285,8 @@ impl Drop for Store {
     }
 }
 
-/// Opens a log with this disk, and others as detached disks, and closes it once the base images have everything.
+/// Opens a log with this disk, and others as detached disks, and closes it once the base images
+/// have everything.
 ///
 /// # Errors
 /// If the log keeps history, which this would end.
@@ -313,7 +318,8 @@ pub(crate) fn copy_closed(path: &Path, log_dir: &Path, detached: &[PathBuf]) -> 
     Ok(())
 }
 
-/// Opens the log in `log_dir` with these disks, as [`Store::open`] does, ready to run but without starting threads.
+/// Opens the log in `log_dir` with these disks, as [`Store::open`] does, ready to run but without
+/// starting threads.
 pub(crate) fn open_log(
     medium: Box<dyn Medium>,
     log_dir: &Path,
@@ -343,7 +349,8 @@ pub(crate) fn open_log(
     Ok((log, disks, keeper))
 }
 
-/// Recovers a log that was read, for all disks with records in it, and makes it ready to run without starting threads.
+/// Recovers a log that was read, for all disks with records in it, and makes it ready to run
+/// without starting threads.
 fn assemble(
     medium: Box<dyn Medium>,
     log_dir: &Path,
@@ -461,5 +468,6 @@ fn new_log(
     }
 }
 
-// Requests longer than a quarter of a segment are refused; the documented limit must fit the default segment size.
+// Requests longer than a quarter of a segment are refused; the documented limit must fit the
+// default segment size.
 const _: () = assert!(MAX_REQUEST_BYTES as u64 <= (64 << 20) / 4);

@@ -1,7 +1,7 @@
 //! Detecting images in formats other than raw, by their first bytes.
 //!
-//! A guest may write such bytes to its disk too: encrypting a whole disk writes a LUKS header. So only an image that is
-//! not a disk on a log yet is suspicious.
+//! A guest may write such bytes to its disk too: encrypting a whole disk writes a LUKS header. So
+//! only an image that is not a disk on a log yet is suspicious.
 
 use std::path::Path;
 
@@ -28,8 +28,8 @@ const FORMATS: [(usize, &[u8], &str); 9] = [
 
 const LUKS: &[u8] = b"LUKS\xba\xbe";
 
-/// Refuses an image without a mark that starts like another format, unless it is known to be raw. The image is open and
-/// locked.
+/// Refuses an image without a mark that starts like another format, unless it is known to be raw.
+/// The image is open and locked.
 pub(crate) fn refuse_other_format(
     path: &Path,
     mark: Option<&ImageMark>,

@@ -37,7 +37,8 @@ fn part_exists_error(path: &Path, remedy: &str) -> Error {
     )
 }
 
-/// The extended attribute of a part file that says what it is a copy of, and up to which byte offset it is durable.
+/// The extended attribute of a part file that says what it is a copy of, and up to which byte
+/// offset it is durable.
 const NOTE: &str = "user.walvisor.part";
 
 /// A file being made under a temporary name. Removed if it is dropped before it is published.
@@ -52,15 +53,17 @@ pub(crate) struct PartFile {
 }
 
 impl PartFile {
-    /// Creates the file, or reuses what an earlier attempt left, with `size` zero bytes and permissions `mode`.
+    /// Creates the file, or reuses what an earlier attempt left, with `size` zero bytes and
+    /// permissions `mode`.
     pub(crate) fn create(target: &Path, size: u64, mode: u32) -> Result<Self> {
         let part = Self::open(target, mode)?;
         part.clear(size)?;
         Ok(part)
     }
 
-    /// As [`create`](Self::create), but if an earlier attempt at the same copy [noted](Self::note) how far it had come,
-    /// continues from there, see [`begun`](Self::begun). `origin` describes the source.
+    /// As [`create`](Self::create), but if an earlier attempt at the same copy [noted](Self::note)
+    /// how far it had come, continues from there, see [`begun`](Self::begun). `origin` describes
+    /// the source.
     pub(crate) fn resume(target: &Path, size: u64, mode: u32, origin: String) -> Result<Self> {
         let mut part = Self::open(target, mode)?;
         part.origin = origin;
@@ -121,12 +124,12 @@ impl PartFile {
             .flatten()
     }
 
-    /// Notes that the file is complete up to an offset, durably. Returns `false` if its file system can't store that;
-    /// then a killed copy starts over.
+    /// Notes that the file is complete up to an offset, durably. Returns `false` if its file system
+    /// can't store that; then a killed copy starts over.
     ///
     /// # Errors
-    /// If bytes of the file are not durable. The kernel reports that only once, so a later sync of the file can't be
-    /// trusted.
+    /// If bytes of the file are not durable. The kernel reports that only once, so a later sync of
+    /// the file can't be trusted.
     pub(crate) fn note(&self, offset: u64) -> Result<bool> {
         let Some(file) = self.file.host() else {
             return Ok(false);
@@ -153,8 +156,8 @@ impl PartFile {
         cleared.map_err(|error| size_error(&self.target, size, error))
     }
 
-    /// Makes the file, of `size` bytes, share the blocks of `from`, which is at least as long (a reflink). Returns
-    /// `false` if the file system can't; the file is then still zeroes.
+    /// Makes the file, of `size` bytes, share the blocks of `from`, which is at least as long (a
+    /// reflink). Returns `false` if the file system can't; the file is then still zeroes.
     pub(crate) fn share(&self, from: &dyn ReadFile, size: u64) -> Result<bool> {
         let (Some(from), Some(to)) = (from.host(), self.file.host()) else {
             return Ok(false);
@@ -168,7 +171,8 @@ impl PartFile {
         Ok(true)
     }
 
-    /// Gives the file the mode of the one it will replace, and its owner if this process is allowed to.
+    /// Gives the file the mode of the one it will replace, and its owner if this process is allowed
+    /// to.
     pub(crate) fn copy_mode_and_owner(&self, replaced: &File) -> Result<()> {
         let Some(file) = self.file.host() else {
             return Ok(());

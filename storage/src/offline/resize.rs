@@ -5,9 +5,10 @@
 //!   2. base image:   its new length, synced
 //!   3. control file: size = the new one, resizing = 0
 //! ```
-//! After a crash before step 1 or after step 3, the disk has its old or its new size. After one in between, it has the
-//! smaller of the two, and the next open cuts the base image to it: growing never happened, shrinking did. Each step is
-//! durable before the next begins, and no step needs space.
+//! After a crash before step 1 or after step 3, the disk has its old or its new size. After one in
+//! between, it has the smaller of the two, and the next open cuts the base image to it: growing
+//! never happened, shrinking did. Each step is durable before the next begins, and no step needs
+//! space.
 
 use std::path::{Path, PathBuf};
 
@@ -30,12 +31,13 @@ enum ResizeStep {
     Sized,
 }
 
-/// Resizes the disk at `path`. New space reads as zeroes. Shrinks the disk only if everything cut off is zero, or if
-/// `lose_data` is set. `detached`: images of other disks of the log, to which it may have to be copied.
+/// Resizes the disk at `path`. New space reads as zeroes. Shrinks the disk only if everything cut
+/// off is zero, or if `lose_data` is set. `detached`: images of other disks of the log, to which it
+/// may have to be copied.
 ///
 /// # Errors
-/// As [`inspect`](crate::inspect); [`ErrorKind::InvalidInput`] if the size is not a positive multiple of 512, or data
-/// would be lost. The disk is then unchanged.
+/// As [`inspect`](crate::inspect); [`ErrorKind::InvalidInput`] if the size is not a positive
+/// multiple of 512, or data would be lost. The disk is then unchanged.
 pub fn resize_disk(
     path: &Path,
     size: u64,
@@ -97,7 +99,8 @@ fn resize(
     }
     reached(ResizeStep::Announced)?;
     if view.base.size > smaller {
-        // Also cuts off what an earlier, interrupted resize left, which must not come back as new space.
+        // Also cuts off what an earlier, interrupted resize left, which must not come back as new
+        // space.
         set_size(view.base.file.as_ref(), path, smaller)?;
     }
     set_size(view.base.file.as_ref(), path, size)?;
@@ -167,7 +170,8 @@ pub(crate) mod tests {
         (dir, store)
     }
 
-    /// A disk of 4 MiB as a crash leaves it, with data in its first page and `last` in its last, both only in the log.
+    /// A disk of 4 MiB as a crash leaves it, with data in its first page and `last` in its last,
+    /// both only in the log.
     fn crashed(dir: &Path, last: u8) -> PathBuf {
         let (from, to) = (dir.join("from"), dir.join("to"));
         let (disk, copy) = (from.join("disk.img"), to.join("disk.img"));
@@ -235,14 +239,16 @@ pub(crate) mod tests {
                     }
                 });
                 assert_eq!(ended.unwrap_err().to_string(), "cut");
-                // Inspecting changes nothing, and shows the size that the next open will give the disk.
+                // Inspecting changes nothing, and shows the size that the next open will give the
+                // disk.
                 let length = disk.metadata().unwrap().len();
                 assert_eq!(inspect(&disk, &log).unwrap().size, left, "{cut:?}");
                 let raw = dir.path().join("raw");
                 export_disk(&disk, &log, &raw, false, None, &mut |_, _| {}).unwrap();
                 assert_eq!(raw.metadata().unwrap().len(), left);
                 assert_eq!(disk.metadata().unwrap().len(), length);
-                // Either way, the next resize starts from the smaller size: what was cut off does not come back.
+                // Either way, the next resize starts from the smaller size: what was cut off does
+                // not come back.
                 let again = dir.path().join("again");
                 std::fs::create_dir(&again).unwrap();
                 for from in [&log.join("control"), &log.join("segment-00000"), &disk] {

@@ -15,17 +15,21 @@ use crate::offline::attach::{OpenBase, locate};
 use crate::recovery::replay::read_durable;
 use crate::recovery::scan::FoundRecord;
 
-/// Makes the disk at `path` what it was at a point in its history, with its present size. Nothing is copied, so this
-/// takes as long as opening the log, whatever the size of the disk. Other disks of the log do not change.
+/// Makes the disk at `path` what it was at a point in its history, with its present size. Nothing
+/// is copied, so this takes as long as opening the log, whatever the size of the disk. Other disks
+/// of the log do not change.
 ///
-/// Nothing is lost as long as the log keeps its history ([`Retention`](crate::Retention)): earlier points can still be
-/// seen, and a restore in place to [`RewindReport::from_lsn`] undoes this one. When a checkpoint reaches the restore,
-/// it passes it as a whole; earlier points of all disks of the log are then gone.
+/// Nothing is lost as long as the log keeps its history ([`Retention`](crate::Retention)): earlier
+/// points can still be seen, and a restore in place to [`RewindReport::from_lsn`] undoes this one.
+/// When a checkpoint reaches the restore, it passes it as a whole; earlier points of all disks of
+/// the log are then gone.
 ///
 /// # Errors
-/// [`ErrorKind::NotFound`](crate::ErrorKind::NotFound) if there is no log, if it does not reach back to this point (the error names the nearest
-/// ones), or if it has no record of the disk at all; [`ErrorKind::Locked`](crate::ErrorKind::Locked) if the disk or its log is in use;
-/// [`ErrorKind::InvalidInput`](crate::ErrorKind::InvalidInput) if there is no room for another restore in place. Nothing is changed then.
+/// [`ErrorKind::NotFound`](crate::ErrorKind::NotFound) if there is no log, if it does not reach
+/// back to this point (the error names the nearest ones), or if it has no record of the disk at
+/// all; [`ErrorKind::Locked`](crate::ErrorKind::Locked) if the disk or its log is in use;
+/// [`ErrorKind::InvalidInput`](crate::ErrorKind::InvalidInput) if there is no room for another
+/// restore in place. Nothing is changed then.
 pub fn rewind_disk(path: &Path, log_dir: &Path, at: Point) -> Result<RewindReport> {
     let mut control = existing_log(log_dir, Access::Log)?;
     let base = OpenBase::open(&DiskOptions::new(path), Access::Write, log_dir, true)?;

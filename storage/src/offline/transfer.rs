@@ -1,8 +1,8 @@
 //! Import and export of raw images: a disk from an image, and an image from a disk's contents.
 //!
-//! Both keep holes, and where possible let the file system share or copy the bytes itself. Both write to
-//! `TARGET.walvisor-part`, which is renamed to the target once it is complete and durable, so an interrupted transfer
-//! leaves no partial image at the target.
+//! Both keep holes, and where possible let the file system share or copy the bytes itself. Both
+//! write to `TARGET.walvisor-part`, which is renamed to the target once it is complete and durable,
+//! so an interrupted transfer leaves no partial image at the target.
 
 use std::fs::File;
 use std::num::NonZeroUsize;
@@ -40,12 +40,14 @@ const NOTED_BYTES: u64 = if cfg!(test) { 16 << 20 } else { 256 << 20 };
 /// Most ranges that a thread copies at a time.
 const MOST_RANGES: usize = 256;
 
-/// Creates a disk at `path` with the contents of the raw image or block device `raw`, and registers it in the log in
-/// `log_dir`. If there is no log, creates it with `options`; an existing log ignores them.
+/// Creates a disk at `path` with the contents of the raw image or block device `raw`, and registers
+/// it in the log in `log_dir`. If there is no log, creates it with `options`; an existing log
+/// ignores them.
 ///
 /// # Errors
-/// If `path` exists, the image's size is not a positive multiple of 512, it seems to be in another format than raw
-/// ([`ImageFormat::Unknown`]), or the image or the log is open elsewhere. Nothing is left behind.
+/// If `path` exists, the image's size is not a positive multiple of 512, it seems to be in another
+/// format than raw ([`ImageFormat::Unknown`]), or the image or the log is open elsewhere. Nothing
+/// is left behind.
 pub fn import_disk(
     path: &Path,
     raw: &Path,
@@ -125,12 +127,13 @@ fn swapped_paths_error(path: &Path, raw: &Path, log_dir: &Path) -> Error {
     )
 }
 
-/// Writes the current contents of the disk at `path`, log over base image, to the raw image `raw`. Does not change the
-/// disk. `replace`: `raw` may exist. Copies on `threads` threads; `None`: one per processor.
+/// Writes the current contents of the disk at `path`, log over base image, to the raw image `raw`.
+/// Does not change the disk. `replace`: `raw` may exist. Copies on `threads` threads; `None`: one
+/// per processor.
 ///
 /// # Errors
-/// As [`inspect`](crate::inspect); or if `raw` exists, is in use, or can't be written. An existing `raw` is left
-/// unchanged.
+/// As [`inspect`](crate::inspect); or if `raw` exists, is in use, or can't be written. An existing
+/// `raw` is left unchanged.
 pub fn export_disk(
     path: &Path,
     log_dir: &Path,
@@ -143,12 +146,12 @@ pub fn export_disk(
     write_raw(&view, path, raw, replace, threads, progress)
 }
 
-/// As [`export_disk`] to a new file, but with the contents of the disk at a point in its history. The file has the
-/// disk's present size.
+/// As [`export_disk`] to a new file, but with the contents of the disk at a point in its history.
+/// The file has the disk's present size.
 ///
 /// # Errors
-/// As [`export_disk`]; or [`ErrorKind::NotFound`] if the log does not reach back to this point; the error names the
-/// nearest ones.
+/// As [`export_disk`]; or [`ErrorKind::NotFound`] if the log does not reach back to this point; the
+/// error names the nearest ones.
 pub fn restore_disk(
     path: &Path,
     log_dir: &Path,
@@ -161,10 +164,10 @@ pub fn restore_disk(
     write_raw(&view, path, raw, false, threads, progress)
 }
 
-/// Creates a disk at `new` with the present contents of the disk at `path`, or those at a point in its history, and
-/// registers it in the log in `new_log_dir`. If there is no such log, creates it with `options`; an existing log
-/// ignores them. Where the file system can, both disks share the blocks of the base image. Does not change the disk at
-/// `path`.
+/// Creates a disk at `new` with the present contents of the disk at `path`, or those at a point in
+/// its history, and registers it in the log in `new_log_dir`. If there is no such log, creates it
+/// with `options`; an existing log ignores them. Where the file system can, both disks share the
+/// blocks of the base image. Does not change the disk at `path`.
 ///
 /// # Errors
 /// As [`restore_disk`]; or if `new` exists or its log is open elsewhere. Nothing is left behind.
@@ -214,10 +217,11 @@ fn write_raw(
     Ok(done)
 }
 
-/// Identifies the source of a copy: a killed copy is resumed if this is still the same. A disk's state at an LSN never
-/// changes, with three exceptions. Somebody changes the base image behind the log's back, which shows in its mtime. The
-/// disk's records are discarded, which shows in its void LSN. Or the log is restored from a copy and has got other
-/// records since, which shows in the segments' salts and the times of restores in place.
+/// Identifies the source of a copy: a killed copy is resumed if this is still the same. A disk's
+/// state at an LSN never changes, with three exceptions. Somebody changes the base image behind the
+/// log's back, which shows in its mtime. The disk's records are discarded, which shows in its void
+/// LSN. Or the log is restored from a copy and has got other records since, which shows in the
+/// segments' salts and the times of restores in place.
 fn origin(view: &View) -> Result<String> {
     let (mut disk, mut since) = (0, 0);
     if let Some((control, place)) = &view.log {
@@ -250,8 +254,8 @@ fn origin(view: &View) -> Result<String> {
     Ok(format!("{disk:032x} lsn:{lsn} {since:08x} {base}"))
 }
 
-/// Fills a new file of the view's size with the view's contents. After what an earlier attempt has completed, the file
-/// is zeroes.
+/// Fills a new file of the view's size with the view's contents. After what an earlier attempt has
+/// completed, the file is zeroes.
 fn fill(
     part: &PartFile,
     view: &View,
@@ -303,8 +307,9 @@ fn fill(
     })
 }
 
-/// Creates the file that will become the raw image `raw`, or resumes an earlier attempt at the same copy. Also returns
-/// the file that it will replace, if any, locked, so that nobody else can open it any more.
+/// Creates the file that will become the raw image `raw`, or resumes an earlier attempt at the same
+/// copy. Also returns the file that it will replace, if any, locked, so that nobody else can open
+/// it any more.
 fn begin_raw(
     raw: &Path,
     replace: bool,
@@ -325,12 +330,13 @@ fn begin_raw(
     Ok((part, replaced))
 }
 
-/// Creates the raw image `raw`, for its owner only, with what `fill` writes to the empty file it gets. The image gets
-/// its name once `fill` has succeeded and everything is durable. `replace`: `raw` may exist; the image then gets its
-/// mode and, if allowed, its owner.
+/// Creates the raw image `raw`, for its owner only, with what `fill` writes to the empty file it
+/// gets. The image gets its name once `fill` has succeeded and everything is durable. `replace`:
+/// `raw` may exist; the image then gets its mode and, if allowed, its owner.
 ///
 /// # Errors
-/// Those of `fill`; or if `raw` exists, is in use, or can't be written. An existing `raw` is left unchanged.
+/// Those of `fill`; or if `raw` exists, is in use, or can't be written. An existing `raw` is left
+/// unchanged.
 pub fn receive_image<T, E: From<Error>>(
     raw: &Path,
     replace: bool,
@@ -389,7 +395,8 @@ fn mode_of(file: &dyn DataFile, path: &Path) -> Result<u32> {
     Ok(metadata.mode() & 0o666)
 }
 
-/// Locks the file that an export replaces, if it exists; refuses the image of a disk that was not closed.
+/// Locks the file that an export replaces, if it exists; refuses the image of a disk that was not
+/// closed.
 fn lock_replaced(raw: &Path) -> Result<Option<Box<dyn DataFile>>> {
     match files().kind(raw) {
         Err(error) if error.kind() == std::io::ErrorKind::NotFound => return Ok(None),
@@ -402,7 +409,8 @@ fn lock_replaced(raw: &Path) -> Result<Option<Box<dyn DataFile>>> {
             )));
         }
     }
-    // It is about to lose its name: anybody who has it open would go on with a file that nobody else sees.
+    // It is about to lose its name: anybody who has it open would go on with a file that nobody
+    // else sees.
     let file = open_locked(raw, "open", Access::Write)?;
     match Identity::of(file.as_ref(), raw)?.mark {
         Some(ImageMark { open: true, .. }) => Err(Error::new(
@@ -416,9 +424,9 @@ fn lock_replaced(raw: &Path) -> Result<Option<Box<dyn DataFile>>> {
     }
 }
 
-/// Copies data on several threads with `copy`, which returns the number of bytes. Calls `passed` with the offset up to
-/// which everything is copied, and how many bytes that was. Returns the number of bytes copied; of several errors, the
-/// one at the lowest offset.
+/// Copies data on several threads with `copy`, which returns the number of bytes. Calls `passed`
+/// with the offset up to which everything is copied, and how many bytes that was. Returns the
+/// number of bytes copied; of several errors, the one at the lowest offset.
 fn transfer<T: Send>(
     threads: Option<NonZeroUsize>,
     mut data: impl Iterator<Item = Result<(Range<u64>, T)>> + Send,
@@ -569,7 +577,8 @@ mod tests {
         assert_eq!(case.resume(), SIZE);
     }
 
-    /// A partial copy contains records of the log. Once they are discarded, resuming must not bring them back.
+    /// A partial copy contains records of the log. Once they are discarded, resuming must not bring
+    /// them back.
     #[test]
     fn a_copy_of_discarded_records_starts_over() {
         let case = ResumeCase::new();

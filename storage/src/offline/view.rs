@@ -42,7 +42,8 @@ pub(crate) struct View {
     pub last_lsn: u64,
     /// Whether the disk was rewound, so that the log has records that do not count but may again.
     pub rewound: bool,
-    /// The base image through the page cache, because holes need not be aligned to the medium's sectors.
+    /// The base image through the page cache, because holes need not be aligned to the medium's
+    /// sectors.
     pub reader: Image,
 }
 
@@ -212,8 +213,8 @@ pub(crate) struct Layers<'a> {
 }
 
 impl<'a> Layers<'a> {
-    /// The parts of the byte range that are not holes in the base image, in order. Parts in the base image have at most
-    /// `most` bytes. The range must be whole sectors.
+    /// The parts of the byte range that are not holes in the base image, in order. Parts in the
+    /// base image have at most `most` bytes. The range must be whole sectors.
     pub(crate) fn data(
         self,
         range: Range<u64>,
@@ -238,8 +239,8 @@ impl<'a> Layers<'a> {
         })
     }
 
-    /// Calls `visit` with the bytes of a part from [`data`](Self::data), piece by piece, until it returns `false`. Not
-    /// called for zeroes.
+    /// Calls `visit` with the bytes of a part from [`data`](Self::data), piece by piece, until it
+    /// returns `false`. Not called for zeroes.
     pub(crate) fn read(
         self,
         range: Range<u64>,

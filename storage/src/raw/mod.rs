@@ -1,13 +1,13 @@
-//! A raw image as a backend, without a log: requests go to the file, and FLUSH is an fdatasync, shared by requests that
-//! wait at the same time.
+//! A raw image as a backend, without a log: requests go to the file, and FLUSH is an fdatasync,
+//! shared by requests that wait at the same time.
 //!
 //! ```text
 //!   RawQueue ──▶ Engine: read, write, zeroes           (medium/engine/)
 //!      ▲  └────▶ sync ──▶ a thread, one a disk         (sync.rs)
 //!      └──── completions ◀── mailbox, event descriptor
 //! ```
-//! It promises what the file system does: a FLUSH makes every request completed before it durable. A crash may leave a
-//! torn write, which a disk with a log never does.
+//! It promises what the file system does: a FLUSH makes every request completed before it durable.
+//! A crash may leave a torn write, which a disk with a log never does.
 
 mod queue;
 mod shared;
@@ -51,7 +51,8 @@ pub struct RawDisk {
 }
 
 impl RawDisk {
-    /// A disk over `image`, with the image's size at its opening. Uses io_uring if the kernel has it.
+    /// A disk over `image`, with the image's size at its opening. Uses io_uring if the kernel has
+    /// it.
     pub fn new(image: Image, cache: RawCache) -> Self {
         let engine = probe(EngineKind::Auto).unwrap_or(EngineKind::Blocking);
         Self::build(image, cache, engine)
@@ -60,8 +61,8 @@ impl RawDisk {
     /// As [`new`](Self::new), but with the engine given.
     ///
     /// # Errors
-    /// With [`EngineKind::IoUring`], if the kernel has no io_uring, or its io_uring lacks a needed operation (Linux
-    /// 5.10).
+    /// With [`EngineKind::IoUring`], if the kernel has no io_uring, or its io_uring lacks a needed
+    /// operation (Linux 5.10).
     pub fn with_engine(image: Image, cache: RawCache, engine: EngineKind) -> io::Result<Self> {
         Ok(Self::build(image, cache, probe(engine)?))
     }
@@ -106,7 +107,8 @@ impl Backend for RawDisk {
             write_cache_toggle: writable,
             discard: writable,
             write_zeroes: writable,
-            // ZERO_RANGE leaves the old data in blocks that the file system frees or marks as unwritten.
+            // ZERO_RANGE leaves the old data in blocks that the file system frees or marks as
+            // unwritten.
             secure_erase: false,
         }
     }
@@ -116,7 +118,8 @@ impl Backend for RawDisk {
     }
 
     fn set_write_cache(&self, on: bool) {
-        // An fdatasync covers the whole file, so the first one also makes all earlier writes durable.
+        // An fdatasync covers the whole file, so the first one also makes all earlier writes
+        // durable.
         self.shared.write_cache.store(on, Ordering::Release);
     }
 

@@ -17,8 +17,9 @@ pub(super) struct RawShared {
     /// Capacity. It grows while the disk is open.
     pub(super) sectors: AtomicU64,
     pub(super) write_cache: AtomicBool,
-    /// Set once a sync has failed. Its data may be lost, and a second sync would not report that, because the kernel
-    /// reports each error only once. So until the disk is opened again, every request that could hide the loss fails.
+    /// Set once a sync has failed. Its data may be lost, and a second sync would not report that,
+    /// because the kernel reports each error only once. So until the disk is opened again, every
+    /// request that could hide the loss fails.
     pub(super) failed: OnceLock<Trouble>,
     /// Held while the file grows.
     pub(super) growing: Mutex<()>,

@@ -5,8 +5,9 @@
 //!   queue ─┼─▶ all waiters  ─▶ fdatasync ─▶ ended ─┼─▶ mailbox of the queue
 //!   grow  ─┘     (the next ones wait meanwhile)    └─▶ caller
 //! ```
-//! The kernel reports each write-back error once per open file, and all queues share one. Of two concurrent syncs, one
-//! would get the error and the other would report success. With one sync at a time, every waiter gets the error.
+//! The kernel reports each write-back error once per open file, and all queues share one. Of two
+//! concurrent syncs, one would get the error and the other would report success. With one sync at a
+//! time, every waiter gets the error.
 
 use std::io;
 use std::sync::Arc;
@@ -64,7 +65,8 @@ impl Syncer {
         })
     }
 
-    /// Makes everything written before the call durable, then completes request `token` in the mailbox.
+    /// Makes everything written before the call durable, then completes request `token` in the
+    /// mailbox.
     pub(super) fn submit(&self, token: u64, mailbox: &Arc<RawMailbox>) {
         let mailbox = Arc::clone(mailbox);
         self.send(SyncWaiter::Request { token, mailbox });

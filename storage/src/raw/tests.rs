@@ -283,8 +283,8 @@ fn a_truncated_image_fails_reads_and_nothing_else() {
     });
 }
 
-/// A block device of sectors of 4096 bytes, so that a raw disk writes it through the page cache; once it is
-/// [broken](Self::break_it) no write reaches it.
+/// A block device of sectors of 4096 bytes, so that a raw disk writes it through the page cache;
+/// once it is [broken](Self::break_it) no write reaches it.
 struct LoopDevice {
     device: PathBuf,
     memory: File,

@@ -1,4 +1,5 @@
-//! One batch of a log, read in place or from its segment's summary, and the verification of its payloads.
+//! One batch of a log, read in place or from its segment's summary, and the verification of its
+//! payloads.
 
 use std::ops::Range;
 
@@ -31,7 +32,8 @@ pub(crate) struct BatchCheck {
 }
 
 impl Batch {
-    /// Reads the batch header at `offset`. `None` if there is none with a valid CRC and this log's UUID.
+    /// Reads the batch header at `offset`. `None` if there is none with a valid CRC and this log's
+    /// UUID.
     pub(crate) fn at(window: &mut Window, log: &[u8; 16], offset: u64) -> Result<Option<Self>> {
         if offset + BLOCK as u64 > window.size() {
             return Ok(None);
@@ -51,8 +53,9 @@ impl Batch {
         }
     }
 
-    /// The batch whose header is at the start of `bytes`, and the length of the header with descriptors and checksums.
-    /// In the segment, the header is at `offset`. `None` without a valid CRC and this log's UUID.
+    /// The batch whose header is at the start of `bytes`, and the length of the header with
+    /// descriptors and checksums. In the segment, the header is at `offset`. `None` without a valid
+    /// CRC and this log's UUID.
     pub(crate) fn parse(bytes: &[u8], log: &[u8; 16], offset: u64) -> Option<(Self, usize)> {
         let (header, len) = BatchHeader::peek(bytes)?;
         let numbers = [
@@ -94,8 +97,8 @@ impl Batch {
         (self.payload_at + payload).next_multiple_of(BLOCK as u64)
     }
 
-    /// The records, oldest first: LSN, descriptor, byte offset of the payload in the segment, and indexes of its
-    /// blocks.
+    /// The records, oldest first: LSN, descriptor, byte offset of the payload in the segment, and
+    /// indexes of its blocks.
     pub(crate) fn records(&self) -> impl Iterator<Item = (u64, &Descriptor, u64, Range<usize>)> {
         let (mut at, mut block) = (self.payload_at, 0);
         let records = (self.header.first_lsn.get()..).zip(&self.descriptors);

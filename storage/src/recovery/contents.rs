@@ -1,9 +1,9 @@
 //! The part of a log in one segment: its batches, from the segment's summary or read in place.
 //!
-//! The summary of a sealed segment is used only if it has the segment's log, sequence and salt, if its batches chain
-//! from the segment's header, and if they end where the next segment begins. Otherwise the segment is read from front
-//! to back. A summary does not prove that its batches ever reached the medium, so the caller uses it only if all of
-//! them were durable.
+//! The summary of a sealed segment is used only if it has the segment's log, sequence and salt, if
+//! its batches chain from the segment's header, and if they end where the next segment begins.
+//! Otherwise the segment is read from front to back. A summary does not prove that its batches ever
+//! reached the medium, so the caller uses it only if all of them were durable.
 
 use std::sync::Arc;
 
@@ -110,9 +110,9 @@ impl<'a> Chain<'a> {
 }
 
 impl SegmentContents {
-    /// Reads the part of the log in a segment of `size` bytes, up to its end or to LSN `limit`, without looking at
-    /// other segments. The next segment begins after `limit`; `None`: there is none. `summaries`: the segment's summary
-    /// may be used.
+    /// Reads the part of the log in a segment of `size` bytes, up to its end or to LSN `limit`,
+    /// without looking at other segments. The next segment begins after `limit`; `None`: there is
+    /// none. `summaries`: the segment's summary may be used.
     pub(crate) fn read(
         candidate: &Candidate,
         size: u64,
@@ -158,8 +158,8 @@ impl SegmentContents {
     ) -> Result<()> {
         let log = &candidate.header.log;
         let mut chain = Chain::new(candidate, window.size());
-        // Read on to the first thing that is not the next batch, even where the next segment says that no batch
-        // follows.
+        // Read on to the first thing that is not the next batch, even where the next segment says
+        // that no batch follows.
         while let Some(mut batch) = Batch::at(window, log, chain.offset)? {
             if !chain.follows(&batch) {
                 break;
@@ -173,8 +173,8 @@ impl SegmentContents {
                 break;
             }
             if beyond {
-                // No crash leaves such a batch. If the next segment went missing, the batch would count, and the log
-                // would have other contents.
+                // No crash leaves such a batch. If the next segment went missing, the batch would
+                // count, and the log would have other contents.
                 return Err(Error::new(
                     ErrorKind::Damaged,
                     format!(
@@ -197,7 +197,8 @@ impl SegmentContents {
     }
 }
 
-/// The batches in a segment's summary, if that is valid and ends with LSN `limit`, after which the next segment begins.
+/// The batches in a segment's summary, if that is valid and ends with LSN `limit`, after which the
+/// next segment begins.
 fn summary(candidate: &Candidate, size: u64, limit: u64) -> Option<Vec<Batch>> {
     let file = &candidate.segment.file;
     // An unreadable summary counts as none.
@@ -252,8 +253,8 @@ pub(crate) struct StaleTail {
 }
 
 impl StaleTail {
-    /// Looks for headers of this log's batches from `offset` on. `salt`: the segment's salt, if known; headers with
-    /// another salt are ignored.
+    /// Looks for headers of this log's batches from `offset` on. `salt`: the segment's salt, if
+    /// known; headers with another salt are ignored.
     pub(crate) fn look(
         segment: &Arc<Segment>,
         root: &ControlHeader,

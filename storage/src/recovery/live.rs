@@ -9,9 +9,10 @@ use crate::recovery::contents::{Candidate, SegmentContents, VerifyScope};
 use crate::recovery::scan::{FoundRecord, Visitor};
 use crate::sync::Arc;
 
-/// Calls `visit` with each record of these segments up to LSN `until`, in LSN order. All of them are durable. Each
-/// segment comes with its last LSN so far; those that end before `until` get no more records. The caller holds the
-/// segments, so that they are not recycled. Reads on up to `threads` threads.
+/// Calls `visit` with each record of these segments up to LSN `until`, in LSN order. All of them
+/// are durable. Each segment comes with its last LSN so far; those that end before `until` get no
+/// more records. The caller holds the segments, so that they are not recycled. Reads on up to
+/// `threads` threads.
 ///
 /// # Errors
 /// [`ErrorKind::Damaged`] if a record can't be read.

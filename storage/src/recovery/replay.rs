@@ -1,4 +1,5 @@
-//! From a log's records to the contents of its disks: reads the whole log and sorts the records by disk.
+//! From a log's records to the contents of its disks: reads the whole log and sorts the records by
+//! disk.
 
 use std::collections::{BTreeMap, HashMap};
 use std::path::Path;
@@ -191,7 +192,8 @@ pub(crate) fn read_log_until(
     )
 }
 
-/// The extents of one disk's records whose LSNs are `wanted`. These need not be the state at any one point.
+/// The extents of one disk's records whose LSNs are `wanted`. These need not be the state at any
+/// one point.
 pub(crate) fn read_records(
     medium: &dyn Medium,
     log_dir: &Path,
@@ -273,8 +275,8 @@ pub(crate) fn read_live_disk(
     Ok(unapplied.unwrap_or_default().extents)
 }
 
-/// Reads the log for recovery. First syncs the segments and drops their cached pages, so that it reads what is on the
-/// medium.
+/// Reads the log for recovery. First syncs the segments and drops their cached pages, so that it
+/// reads what is on the medium.
 pub(crate) fn read_for_recovery(
     medium: &dyn Medium,
     log_dir: &Path,
@@ -308,8 +310,9 @@ pub(crate) fn read_durable(
         progress,
     );
     let (scan, unapplied) = read?;
-    // Everything read is on the medium. The next write of the control file records that, so that later damage to the
-    // last batch is not taken for a torn write, and the headers in void segments are no longer needed as proof.
+    // Everything read is on the medium. The next write of the control file records that, so that
+    // later damage to the last batch is not taken for a torn write, and the headers in void
+    // segments are no longer needed as proof.
     let durable_lsn = &mut control.control.durable_lsn;
     *durable_lsn = U64::new(scan.read_to.max(durable_lsn.get()));
     if let Some(first) = scan.damaged.first() {
@@ -323,16 +326,17 @@ pub(crate) fn read_durable(
     Ok((scan, unapplied))
 }
 
-/// Gives each disk its part of the log, and makes the log's end durable. `keeps_history`: the log keeps its records.
-/// Also returns the segments that hold no part of the log.
+/// Gives each disk its part of the log, and makes the log's end durable. `keeps_history`: the log
+/// keeps its records. Also returns the segments that hold no part of the log.
 pub(crate) fn recover(
     control: &mut ControlFile,
     states: &[Arc<DiskState>],
     (mut scan, mut indexes): (Scan, UnappliedByDisk),
     keeps_history: bool,
 ) -> Result<(Scan, Vec<Arc<Segment>>)> {
-    // Unless the log keeps its records, freeze the indexes at once. The first checkpoint then copies exactly what was
-    // recovered, whatever is written in the meantime, and so needs no room in a ring that may be full.
+    // Unless the log keeps its records, freeze the indexes at once. The first checkpoint then
+    // copies exactly what was recovered, whatever is written in the meantime, and so needs no room
+    // in a ring that may be full.
     for state in states {
         if let Some(unapplied) = indexes.remove(&state.id) {
             let mut index = state.index_mut();

@@ -1,15 +1,19 @@
-//! Reading a log: which records it holds, where it ends, and whether its end is a torn write or damage.
+//! Reading a log: which records it holds, where it ends, and whether its end is a torn write or
+//! damage.
 //!
-//! Segments are processed in the order of their sequence, and batches in order within them. A segment says where it
-//! begins, and the next one says where it ends, so several segments can be read and verified in parallel. A sealed
-//! segment's summary repeats its headers, so only the summary is read.
+//! Segments are processed in the order of their sequence, and batches in order within them. A
+//! segment says where it begins, and the next one says where it ends, so several segments can be
+//! read and verified in parallel. A sealed segment's summary repeats its headers, so only the
+//! summary is read.
 //!
-//! Every batch header says how far the log was durable when it was written, and so does the control file. That tells a
-//! torn write from rot:
-//! - A batch has a valid header and a wrong payload. If it was durable, it was damaged later: it stays part of the log,
-//!   and reads of the damaged blocks fail. Otherwise its write never completed, and the log ends before it.
-//! - The log ends at the first thing that is not the next batch. If the log was durable beyond that, acknowledged
-//!   records are missing, which is reported and never repaired silently. Otherwise everything after the end is void.
+//! Every batch header says how far the log was durable when it was written, and so does the control
+//! file. That tells a torn write from rot:
+//! - A batch has a valid header and a wrong payload. If it was durable, it was damaged later: it
+//!   stays part of the log, and reads of the damaged blocks fail. Otherwise its write never
+//!   completed, and the log ends before it.
+//! - The log ends at the first thing that is not the next batch. If the log was durable beyond
+//!   that, acknowledged records are missing, which is reported and never repaired silently.
+//!   Otherwise everything after the end is void.
 
 use std::collections::VecDeque;
 use std::path::Path;
@@ -40,7 +44,8 @@ pub(crate) struct Scan {
     pub live: Vec<LiveSegment>,
     /// Segments that hold none, see [`release`](Self::release).
     free: Vec<Arc<Segment>>,
-    /// Segments after the end of the log, whose headers must be wiped before the log is written again.
+    /// Segments after the end of the log, whose headers must be wiped before the log is written
+    /// again.
     void: Vec<Arc<Segment>>,
     /// Segments with a damaged header, which may have been part of the log.
     suspects: Vec<Arc<Segment>>,
@@ -50,12 +55,13 @@ pub(crate) struct Scan {
     pub max_sequence: u64,
     /// The last record of the log, and when its batch was built.
     pub last: Commit,
-    /// The last record that was read. The checkpoint may be past it, with an LSN that a rewind or a new image has taken.
+    /// The last record that was read. The checkpoint may be past it, with an LSN that a rewind or a
+    /// new image has taken.
     pub read_to: u64,
     /// Microseconds that have certainly passed from the oldest batch to the newest.
     pub passed: u64,
-    /// The record at the [horizon](Control::horizon); if it has left the log, its LSN with the group and the time of
-    /// the oldest record.
+    /// The record at the [horizon](Control::horizon); if it has left the log, its LSN with the
+    /// group and the time of the oldest record.
     pub horizon: Commit,
     pub batches: u64,
     /// One more than the highest number of a segment file.
@@ -78,10 +84,10 @@ impl Scan {
     }
 
     /// Hands out the segments that hold no part of a log that was [read
-    /// durably](crate::recovery::replay::read_durable). This is the only way to get them, and the caller may overwrite
-    /// or remove them: by then, both slots of the control file have what these segments prove, namely how far the log
-    /// was durable (so that damage is never taken for a torn write) and the highest numbers seen anywhere. Void
-    /// segments are wiped.
+    /// durably](crate::recovery::replay::read_durable). This is the only way to get them, and the
+    /// caller may overwrite or remove them: by then, both slots of the control file have what these
+    /// segments prove, namely how far the log was durable (so that damage is never taken for a torn
+    /// write) and the highest numbers seen anywhere. Void segments are wiped.
     pub(crate) fn release(&mut self, control: &mut ControlFile) -> Result<Vec<Arc<Segment>>> {
         let seen = if planted(Mutant::LsnRestart) {
             self.last.lsn
@@ -122,7 +128,8 @@ impl Scan {
         Ok(released)
     }
 
-    /// Refuses to remove files of a log in which damage was found: those files may be all that is left of the data.
+    /// Refuses to remove files of a log in which damage was found: those files may be all that is
+    /// left of the data.
     pub(crate) fn refuse_damaged(&self, log_dir: &Path) -> Result<()> {
         let dir = log_dir.display();
         let told = match (self.damaged.first(), self.suspects.first()) {
@@ -200,7 +207,8 @@ pub(crate) struct FoundRecord<'a> {
     pub checksums: &'a [u32],
     /// Byte offset of the payload in the segment.
     pub offset: u64,
-    /// Whether the base image has the record (at or below the checkpoint LSN), or the record was discarded.
+    /// Whether the base image has the record (at or below the checkpoint LSN), or the record was
+    /// discarded.
     pub in_base: bool,
     /// Whether the record counts: it is not in the base image, and no rewind has undone it.
     pub counts: bool,
@@ -227,8 +235,9 @@ impl FoundRecord<'_> {
 /// Called for each record found.
 pub(crate) type Visitor<'a> = &'a mut dyn FnMut(FoundRecord<'_>);
 
-/// Reads the whole log in `dir` and calls `visit` for each record in segments in use, in LSN order. Changes nothing.
-/// Calls `progress` after each segment. `verify` affects only what is found out about damage.
+/// Reads the whole log in `dir` and calls `visit` for each record in segments in use, in LSN order.
+/// Changes nothing. Calls `progress` after each segment. `verify` affects only what is found out
+/// about damage.
 ///
 /// # Errors
 /// [`ErrorKind::Damaged`] if acknowledged records are missing or a segment file is truncated.
@@ -343,7 +352,8 @@ pub(crate) fn scan(
         }
         Ok::<_, Error>(true)
     })?;
-    // This comes last: which summaries are trusted must not depend on what an earlier recovery found.
+    // This comes last: which summaries are trusted must not depend on what an earlier recovery
+    // found.
     if !planted(Mutant::DurableLsnIgnored) {
         taker.durable = taker.durable.max(control.durable_lsn.get());
     }
@@ -387,7 +397,8 @@ pub(crate) fn scan(
         ));
     }
     if passed {
-        // Everything in the segments is in the base images, and the next segment follows the checkpoint.
+        // Everything in the segments is in the base images, and the next segment follows the
+        // checkpoint.
         scan.live.clear();
         end = 0;
     }
@@ -399,8 +410,9 @@ pub(crate) fn scan(
     Ok(scan)
 }
 
-/// The newest record up to the horizon: whatever the images may hold was durable. The horizon may be the LSN of a rewind
-/// or of a new image, and a torn record, dropped before, may have that LSN too.
+/// The newest record up to the horizon: whatever the images may hold was durable. The horizon may
+/// be the LSN of a rewind or of a new image, and a torn record, dropped before, may have that LSN
+/// too.
 fn durable_at_horizon(control: &Control) -> u64 {
     let horizon = control.without_rewinds(control.horizon());
     match control.durable_lsn.get() {
@@ -410,8 +422,8 @@ fn durable_at_horizon(control: &Control) -> u64 {
     }
 }
 
-/// Sorts segment files into those that claim to be part of the log, free ones, and those with an unreadable
-/// first block that may have been part of it.
+/// Sorts segment files into those that claim to be part of the log, free ones, and those with an
+/// unreadable first block that may have been part of it.
 fn classify(
     medium: &dyn Medium,
     control: &Control,
@@ -474,9 +486,11 @@ struct LogAssembler<'a> {
     timelines: Timelines,
     /// The log is known to have been durable up to this LSN.
     durable: u64,
-    /// For each segment read: the last record taken from it or an earlier one, and the time that had passed by then.
+    /// For each segment read: the last record taken from it or an earlier one, and the time that
+    /// had passed by then.
     last: Vec<(Commit, u64)>,
-    /// Batches from the first one with a wrong payload, as long as it is unknown whether that one was durable.
+    /// Batches from the first one with a wrong payload, as long as it is unknown whether that one
+    /// was durable.
     held: VecDeque<HeldBatch>,
     visit: Visitor<'a>,
 }
@@ -501,8 +515,9 @@ impl LogAssembler<'_> {
         let segment_end = contents.batches.last().map_or(0, Batch::last_lsn);
         for batch in contents.batches {
             self.durable = self.durable.max(batch.header.durable_lsn.get());
-            // Trust a summary as a whole or not at all. Otherwise the next open, which may find that the log ends in
-            // this segment and then does not use the summary, could come to another result.
+            // Trust a summary as a whole or not at all. Otherwise the next open, which may find
+            // that the log ends in this segment and then does not use the summary, could come to
+            // another result.
             let certain_from = if summarised {
                 segment_end
             } else {
@@ -538,8 +553,8 @@ impl LogAssembler<'_> {
         }
     }
 
-    /// Drops all batches from the first segment whose summary has batches that may be torn. Returns that segment's
-    /// index.
+    /// Drops all batches from the first segment whose summary has batches that may be torn. Returns
+    /// that segment's index.
     fn distrust(&mut self, scan: &mut Scan) -> Option<usize> {
         let durable = self.durable;
         let mut held = self.held.iter();

@@ -39,7 +39,8 @@ struct ReaderThread {
 }
 
 impl Window {
-    /// A window on a segment of `size` bytes from `from` on, a multiple of [`BLOCK`](format::BLOCK).
+    /// A window on a segment of `size` bytes from `from` on, a multiple of
+    /// [`BLOCK`](format::BLOCK).
     pub(crate) fn new(segment: &Arc<Segment>, from: u64, size: u64) -> Self {
         Self {
             segment: segment.clone(),
@@ -62,8 +63,8 @@ impl Window {
         &self.segment.path
     }
 
-    /// The `len` bytes at `offset`; `len` is at most that of the longest batch header. The bytes must lie within
-    /// the segment, and `offset` must not be below that of the call before.
+    /// The `len` bytes at `offset`; `len` is at most that of the longest batch header. The bytes
+    /// must lie within the segment, and `offset` must not be below that of the call before.
     pub(crate) fn bytes(&mut self, offset: u64, len: usize) -> Result<&[u8]> {
         while offset + len as u64 > self.end {
             self.advance(offset)?;
@@ -72,8 +73,8 @@ impl Window {
         Ok(&self.buffer[at..at + len])
     }
 
-    /// Some of the bytes from `offset` to `end`, at least one. As for [`bytes`](Self::bytes), but without a limit on
-    /// the length.
+    /// Some of the bytes from `offset` to `end`, at least one. As for [`bytes`](Self::bytes), but
+    /// without a limit on the length.
     pub(crate) fn bytes_up_to(&mut self, offset: u64, end: u64) -> Result<&[u8]> {
         while offset >= self.end {
             self.advance(offset)?;

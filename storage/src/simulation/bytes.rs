@@ -1,4 +1,5 @@
-//! The bytes of a simulated file. Copies share the blocks that are equal, and each block is hashed once.
+//! The bytes of a simulated file. Copies share the blocks that are equal, and each block is hashed
+//! once.
 
 use std::collections::hash_map::DefaultHasher;
 use std::hash::{Hash, Hasher};

@@ -16,8 +16,8 @@ fn work(running: &mut RunningStore, first: u32) {
     port.kick();
 }
 
-/// Wherever it is cut, with or without an unfinished checkpoint before it, everything survives a power loss, and the
-/// next process copies it unasked.
+/// Wherever it is cut, with or without an unfinished checkpoint before it, everything survives a
+/// power loss, and the next process copies it unasked.
 #[test]
 fn a_close_is_cut_anywhere_and_the_next_open_goes_on() {
     let shape = Shape::one_disk(384, 16);

@@ -8,14 +8,15 @@ const MOST: usize = 4096;
 
 /// A part of the state of which a power cut may leave several versions.
 enum CutChoice {
-    /// A sector may hold its durable bytes or those of any later write. `cached`: the cached writes that may have been
-    /// the last to reach the medium.
+    /// A sector may hold its durable bytes or those of any later write. `cached`: the cached writes
+    /// that may have been the last to reach the medium.
     Sector { file: usize, cached: Vec<usize> },
     /// A file may have its durable length, or one of `new` lengths that it got since.
     Length { file: usize, new: usize },
     /// A file's attribute may have its durable value, or one of `new` values that it got since.
     Mark { file: usize, new: usize },
-    /// A change of names, by its number, may be lost or kept; a rename may also leave the old name in place.
+    /// A change of names, by its number, may be lost or kept; a rename may also leave the old name
+    /// in place.
     Name { change: usize, renames: bool },
 }
 
@@ -33,13 +34,13 @@ impl CutChoice {
 /// The states that a power cut may leave.
 pub(super) struct CrashStates {
     pub states: Vec<StoredFiles>,
-    /// Whether there are more states than these. Then only those are built where the changes up to some time, or
-    /// from some time on, or only one, or all but one, reached the medium.
+    /// Whether there are more states than these. Then only those are built where the changes up to
+    /// some time, or from some time on, or only one, or all but one, reached the medium.
     pub bounded: bool,
 }
 
-/// Builds the states. Any subset of the written sectors may be there, each in any version. Different subsets that
-/// leave the same bytes are one state.
+/// Builds the states. Any subset of the written sectors may be there, each in any version.
+/// Different subsets that leave the same bytes are one state.
 pub(super) fn crash_states(stored: &StoredFiles) -> CrashStates {
     let named = (0..stored.files.len()).filter(|&file| stored.names.leads_to(file));
     let mut open: Vec<CutChoice> = named.flat_map(|file| of_file(file, stored)).collect();

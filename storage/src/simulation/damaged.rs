@@ -14,10 +14,10 @@ use crate::recovery::contents::VerifyScope;
 use crate::recovery::replay::read_log;
 
 impl History {
-    /// Works, is killed, and finds some bytes of its log changed. The damage is reported, by an error at opening or
-    /// by errors of reads. Otherwise it hit records that can't be known to have been acknowledged, or unused bytes.
-    /// Neither reads nor a checkpoint ever show data that is no prefix of what was written. Returns whether the
-    /// damage was reported.
+    /// Works, is killed, and finds some bytes of its log changed. The damage is reported, by an
+    /// error at opening or by errors of reads. Otherwise it hit records that can't be known to have
+    /// been acknowledged, or unused bytes. Neither reads nor a checkpoint ever show data that is no
+    /// prefix of what was written. Returns whether the damage was reported.
     pub(super) fn run_damaged(mut self) -> Result<bool, Violation> {
         self.lively = false;
         let mut running = self
@@ -45,14 +45,16 @@ impl History {
                 // Damaged extents stay in the log, and everything else goes to the base images.
                 let damaged = found.iter().flatten().any(Option::is_none);
                 let mut copied = running.keeper.step(true);
-                // A step may leave a part of the checkpoint to the next one, which it then requests.
+                // A step may leave a part of the checkpoint to the next one, which it then
+                // requests.
                 if copied.is_ok() && running.keeper.log.lock().keeper.checkpoint {
                     copied = running.keeper.step(true);
                 }
                 let pins = Snapshot::all(&running.keeper.control.control);
                 let saved = copied.as_ref().err().map(|error| error.kind());
                 if !damaged && saved == Some(ErrorKind::Damaged) && !pins.is_empty() {
-                    // A damaged saved file stops the base images at its snapshot until that is deleted.
+                    // A damaged saved file stops the base images at its snapshot until that is
+                    // deleted.
                     for pin in pins {
                         let removed = running
                             .keeper
@@ -90,7 +92,8 @@ impl History {
         }
     }
 
-    /// The last LSN, the records and the batches that a scan of the log finds; `None` if the log is damaged.
+    /// The last LSN, the records and the batches that a scan of the log finds; `None` if the log is
+    /// damaged.
     fn scanned(&self, verify: VerifyScope) -> Option<(u64, u64, u64)> {
         let medium = &self.fixture.medium;
         let control = control_of(medium).ok()?;

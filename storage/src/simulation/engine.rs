@@ -19,8 +19,8 @@ use crate::medium::lock::Access;
 use crate::mutant::{Mutant, planted};
 use crate::sync::{Arc, Event, thread};
 
-/// Writes reach the cache when they are submitted or later, syncs happen later still, and operations end in any
-/// order.
+/// Writes reach the cache when they are submitted or later, syncs happen later still, and
+/// operations end in any order.
 pub(super) struct SimulatedEngine {
     medium: SimulatedMedium,
     event: Event,

@@ -1,24 +1,27 @@
-//! Every history of up to three requests on two ports, every moment to lose power in it, and every state that may
-//! be left.
+//! Every history of up to three requests on two ports, every moment to lose power in it, and every
+//! state that may be left.
 //!
-//! A *history* is one to three requests (a write of one sector, one of two that overlaps it, a discard, a flush),
-//! each on either port. After each of them nothing happens, or one port or the other is served, or a checkpoint is
-//! done; at the end both are served until every request has completed. (The first request is always on the first
-//! port: the ports are alike.) Each history runs with one disk, and with two disks on a segment nearly full, so
-//! that the log goes on in the next. The medium does everything as early and as late as it can. The modes are
-//! writeback with changes that complete at once, writeback with changes that complete once they are written, and
-//! writethrough. In the first mode the images have attributes, whose changes may be lost too; in the others they
-//! have none.
+//! A *history* is one to three requests (a write of one sector, one of two that overlaps it, a
+//! discard, a flush), each on either port. After each of them nothing happens, or one port or the
+//! other is served, or a checkpoint is done; at the end both are served until every request has
+//! completed. (The first request is always on the first port: the ports are alike.) Each history
+//! runs with one disk, and with two disks on a segment nearly full, so that the log goes on in the
+//! next. The medium does everything as early and as late as it can. The modes are writeback with
+//! changes that complete at once, writeback with changes that complete once they are written, and
+//! writethrough. In the first mode the images have attributes, whose changes may be lost too; in
+//! the others they have none.
 //!
-//! Power may be lost before each sync and at the end: any state that can be left at another moment can be left at
-//! the next of these. There every subset of the unsynced sectors is judged ([`crash_states`] says what is done if
-//! there are too many; [`Totals::bounded`] counts those). The process may also be killed there, with everything
-//! still in the cache. In the recovery of each state power is lost again at every moment, with every subset.
-//! Finally, data that a recovery has shown must stay.
+//! Power may be lost before each sync and at the end: any state that can be left at another moment
+//! can be left at the next of these. There every subset of the unsynced sectors is judged
+//! ([`crash_states`] says what is done if there are too many; [`Totals::bounded`] counts those).
+//! The process may also be killed there, with everything still in the cache. In the recovery of
+//! each state power is lost again at every moment, with every subset. Finally, data that a recovery
+//! has shown must stay.
 //!
-//! All of this is done for up to two requests. For three, by default, only the mode with changes that complete at
-//! once is tried, only the port of the last request is served in between, and only two losses of power are judged,
-//! not three. `WALVISOR_EXHAUSTIVE=1` drops these limits and takes some ten minutes.
+//! All of this is done for up to two requests. For three, by default, only the mode with changes
+//! that complete at once is tried, only the port of the last request is served in between, and only
+//! two losses of power are judged, not three. `WALVISOR_EXHAUSTIVE=1` drops these limits and takes
+//! some ten minutes.
 
 use std::collections::hash_map::DefaultHasher;
 use std::collections::{HashMap, HashSet};
@@ -47,8 +50,8 @@ struct Setting {
     written: bool,
 }
 
-/// All settings: writeback with changes that complete at once comes first, then writeback with changes that
-/// complete once they are written, then writethrough.
+/// All settings: writeback with changes that complete at once comes first, then writeback with
+/// changes that complete once they are written, then writethrough.
 fn settings() -> Vec<Setting> {
     let setting = |i: usize| Setting {
         disks: 1 + i % 2,
@@ -76,7 +79,8 @@ use Step::{Checkpoint, Discard, Flush, Nothing, Serve, WriteOne, WriteTwo};
 /// The requests to a port.
 const REQUESTS: [fn(usize) -> Step; 4] = [WriteOne, WriteTwo, Discard, Flush];
 
-/// All histories of `requests` requests. The last step changes fastest, so neighbours share their beginnings.
+/// All histories of `requests` requests. The last step changes fastest, so neighbours share their
+/// beginnings.
 fn histories(requests: usize, full: bool) -> Vec<Vec<Step>> {
     let mut histories = vec![Vec::new()];
     for i in 0..requests {
@@ -146,9 +150,9 @@ struct RecoveryResult {
     end: StoredFiles,
 }
 
-/// What crash points and the recoveries of states showed, by the hashes of the states. Many histories leave equal
-/// states; of those one is recovered. All are judged, for what they may show differs. (Two states among a million have
-/// the same hash once in 40 million runs.)
+/// What crash points and the recoveries of states showed, by the hashes of the states. Many
+/// histories leave equal states; of those one is recovered. All are judged, for what they may show
+/// differs. (Two states among a million have the same hash once in 40 million runs.)
 #[derive(Default)]
 struct RecoveryCache {
     crash_points: HashMap<u64, Rc<Outcome>>,
@@ -208,7 +212,8 @@ struct Explorer<'a> {
 }
 
 impl<'a> Explorer<'a> {
-    /// Runs one history. Moments before step `from` were judged in another history with the same beginning.
+    /// Runs one history. Moments before step `from` were judged in another history with the same
+    /// beginning.
     fn run(
         part: Exploration,
         steps: &[Step],
@@ -298,8 +303,8 @@ impl<'a> Explorer<'a> {
             Nothing => Ok(()),
             Serve(which) => self.serve(running, clients, which, judged),
             Checkpoint => {
-                // The checkpoint waits for records to become durable: with one thread, no group of another port may
-                // be in flight.
+                // The checkpoint waits for records to become durable: with one thread, no group of
+                // another port may be in flight.
                 for _ in 0..20 {
                     if running.disks[0].log.lock().is_idle() {
                         break;
@@ -366,8 +371,8 @@ impl<'a> Explorer<'a> {
         Ok(())
     }
 
-    /// Judges the states that a power loss at this moment may leave, and the one that a kill leaves: its writes are
-    /// still in the cache, and power may be lost later.
+    /// Judges the states that a power loss at this moment may leave, and the one that a kill
+    /// leaves: its writes are still in the cache, and power may be lost later.
     fn judge_crash(&mut self, stored: &StoredFiles) -> Result<(), Violation> {
         let hash = hash(stored);
         let outcome = match self.recoveries.crash_points.get(&hash) {

@@ -49,7 +49,8 @@ impl SimulatedMedium {
         })
     }
 
-    /// Whether engines are the real ones, on files of this medium. `event` is signalled when power is lost.
+    /// Whether engines are the real ones, on files of this medium. `event` is signalled when power
+    /// is lost.
     pub(super) fn blocking(&self, event: &Event) -> io::Result<bool> {
         let woken = Arc::new(event.try_clone()?);
         let mut world = self.lock();

@@ -75,7 +75,8 @@ impl Shape {
 pub(super) struct Fixture {
     pub medium: SimulatedMedium,
     pub shape: Shape,
-    /// Whether base images are moved now and then, so that the next control writes change many sectors.
+    /// Whether base images are moved now and then, so that the next control writes change many
+    /// sectors.
     pub moves: bool,
     /// How much history the log keeps.
     pub retain: Retention,
@@ -185,8 +186,8 @@ impl Fixture {
         }
     }
 
-    /// Recovers the log; `through`: in writethrough mode. `commit_wait` is never adaptive: adaptive waits look at
-    /// the clock, so a seed would not reproduce the same run.
+    /// Recovers the log; `through`: in writethrough mode. `commit_wait` is never adaptive: adaptive
+    /// waits look at the clock, so a seed would not reproduce the same run.
     pub(super) fn open(
         &self,
         through: bool,
@@ -238,7 +239,8 @@ impl Fixture {
         let _files = self.medium.enter();
         let mut control = open_control(log, Access::Log)?;
         let base = OpenBase::open(&image, Access::Write, Path::new(LOG), true)?;
-        // At the time of the newest record, as if the clock was never set, so that a seed reproduces one run.
+        // At the time of the newest record, as if the clock was never set, so that a seed
+        // reproduces one run.
         let (at, now) = (Point::Lsn(to), ClockReading::default());
         rewind(&self.medium, log, &mut control, &base, at, now)
     }
@@ -265,7 +267,8 @@ impl Fixture {
         let mark = world.files[file].mark();
         drop(world);
         let find = |is: &dyn Fn(&DiskEntry) -> bool| control.disks.iter().find(|entry| is(entry));
-        // An image that was moved while closed is recognized by its mark, or by its inode if it never got one.
+        // An image that was moved while closed is recognized by its mark, or by its inode if it
+        // never got one.
         find(&|entry| mark.is_some_and(|mark| mark.disk == entry.disk))
             .or_else(|| find(&|entry| entry.path(Path::new("/")) == path))
             .or_else(|| find(&|entry| mark.is_none() && entry.inode.get() == 1 + file as u64))
@@ -421,8 +424,8 @@ pub(super) fn control_of(medium: &SimulatedMedium) -> crate::Result<ControlFile>
     read_control(medium.file("control"), "control".into(), "/".into())
 }
 
-/// The paths that a disk's image may have. They differ so much that a change from one to the other changes many
-/// sectors of the control file.
+/// The paths that a disk's image may have. They differ so much that a change from one to the other
+/// changes many sectors of the control file.
 fn image_paths(disk: usize) -> [PathBuf; 2] {
     let name = format!("base-{disk}");
     [Path::new("/").join(&name), elsewhere().join(name)]
@@ -520,8 +523,8 @@ pub(super) fn filled(value: u32, sectors: u64) -> Buffer {
     Buffer::from(&value.to_le_bytes().repeat(sectors as usize * 128)[..])
 }
 
-/// A header change that did not reach the medium does not count: a retried checkpoint must note again how far it
-/// copies.
+/// A header change that did not reach the medium does not count: a retried checkpoint must note
+/// again how far it copies.
 #[test]
 fn a_control_write_that_fails_changes_nothing() {
     let shape = Shape::one_disk(8, 4);
@@ -541,8 +544,8 @@ fn a_control_write_that_fails_changes_nothing() {
     assert_eq!(read.control.header.copying_lsn.get(), 9);
 }
 
-/// After the clock was an hour ahead and is right again, later records still do not get earlier times than older ones,
-/// whether or not the log was reopened.
+/// After the clock was an hour ahead and is right again, later records still do not get earlier
+/// times than older ones, whether or not the log was reopened.
 #[test]
 fn times_in_a_log_never_go_back() {
     let shape = Shape::one_disk(64, 16);
@@ -584,8 +587,8 @@ fn times_in_a_log_never_go_back() {
     assert!(times[1..].iter().all(|&time| time == ahead), "{times:?}");
 }
 
-/// A run with a clock a year ahead, between two with the right time: nothing expires, and afterwards times are right
-/// again.
+/// A run with a clock a year ahead, between two with the right time: nothing expires, and
+/// afterwards times are right again.
 #[test]
 #[cfg(not(feature = "shuttle"))]
 fn a_run_with_a_clock_that_is_ahead_spoils_no_time() {

@@ -225,8 +225,8 @@ impl super::Total for Totals {
 }
 
 impl Totals {
-    /// Asserts that enough of so many histories did each of the things that half of them do beside requests and
-    /// crashes.
+    /// Asserts that enough of so many histories did each of the things that half of them do beside
+    /// requests and crashes.
     pub(super) fn assert_lively(&self, count: u64) {
         let often = [
             self.looks_at_the_past,
@@ -356,8 +356,8 @@ pub(super) struct History {
     pub kept_apart: Vec<bool>,
     /// Copies of images that were closed.
     pub backups: Vec<Backup>,
-    /// Each disk whose records were discarded, and the newest LSN then. At that LSN the log has the disk without them,
-    /// as from then on; the oracle does not say which is right.
+    /// Each disk whose records were discarded, and the newest LSN then. At that LSN the log has the
+    /// disk without them, as from then on; the oracle does not say which is right.
     pub given_up: Vec<(usize, u64)>,
     pub totals: Totals,
 }
@@ -508,15 +508,15 @@ impl History {
         killed
     }
 
-    /// Only a process has ended and nothing was lost, so every change that was completed as written is there, and
-    /// durable once recovered.
+    /// Only a process has ended and nothing was lost, so every change that was completed as written
+    /// is there, and durable once recovered.
     fn expect_written(&mut self) {
         self.oracle.killed();
         self.totals.kept += 1;
     }
 
-    /// Works, and loses power or closes; then reopens the log and judges it. Returns the log if it is still open
-    /// then.
+    /// Works, and loses power or closes; then reopens the log and judges it. Returns the log if it
+    /// is still open then.
     fn incarnation(
         &mut self,
         mut running: RunningStore,
@@ -610,8 +610,8 @@ impl History {
         self.judge(kept)
     }
 
-    /// Closes the log, often with only a few steps of copying, of which a checkpoint that is under way may take some.
-    /// Returns whether the base images have everything; `None` if closing fails.
+    /// Closes the log, often with only a few steps of copying, of which a checkpoint that is under
+    /// way may take some. Returns whether the base images have everything; `None` if closing fails.
     fn close(
         &mut self,
         running: &mut RunningStore,
@@ -633,7 +633,8 @@ impl History {
         Ok(closed.ok())
     }
 
-    /// Plans small faults: writes end short, or a read, a write or a sync fails once at a random time.
+    /// Plans small faults: writes end short, or a read, a write or a sync fails once at a random
+    /// time.
     fn plan_faults(&mut self) {
         let (kind, after) = (self.random.below(14), self.random.below(20));
         let mut world = self.fixture.medium.lock();
@@ -647,8 +648,9 @@ impl History {
         }
     }
 
-    /// Opens what is left and finds which prefix it is. That must be durable from now on, and the next incarnation
-    /// begins there: after a power cut, after a kill, or at once in the opened log, which is then returned.
+    /// Opens what is left and finds which prefix it is. That must be durable from now on, and the
+    /// next incarnation begins there: after a power cut, after a kill, or at once in the opened
+    /// log, which is then returned.
     fn judge(&mut self, kept: bool) -> Result<Option<RunningStore>, Violation> {
         let control = control_of(&self.fixture.medium);
         let control = control.map_err(|error| format!("the control file: {error}"))?;
@@ -714,7 +716,8 @@ impl History {
             }
             _ => self.totals.lost_records += self.oracle.judge_readable(&seen)? as u64,
         }
-        // Not `next_lsn - 1`: a rewind may get the LSN of a record that was lost, which is no longer that of a point.
+        // Not `next_lsn - 1`: a rewind may get the LSN of a record that was lost, which is no
+        // longer that of a point.
         self.past.push((running.newest_point(), found.clone()));
         let written = self.oracle.written;
         self.oracle = Oracle::new(found);
@@ -763,8 +766,8 @@ impl History {
     pub(super) fn work(&mut self, running: &mut RunningStore) -> Result<Clients, Violation> {
         let ports = 1 + self.random.below(3) as usize;
         let mut clients = Clients::open(running, ports, self.random.one_in(2));
-        // The steps during which there is no space; the second number says whether base images, the log or both are
-        // full.
+        // The steps during which there is no space; the second number says whether base images, the
+        // log or both are full.
         let full = self.random.one_in(6).then(|| {
             let from = self.random.below(200);
             let until = if self.random.one_in(3) {
@@ -819,15 +822,15 @@ impl History {
                 0..4 if submitted < most.unwrap_or(requests) && clients.is_open(which) => {
                     submitted += 1;
                     if self.oracle.excused > 0 {
-                        // A change that was refused at once must end before the next one gets its place in the
-                        // order.
+                        // A change that was refused at once must end before the next one gets its
+                        // place in the order.
                         self.serve(&mut clients, which, running)?;
                     }
                     self.submit(&mut clients, which, running);
                 }
-                // The keeper's turn: it makes segments, and a checkpoint when one is due or by chance. The keeper
-                // blocks until the records that it waits for are durable: with one thread it has to lead that group
-                // itself.
+                // The keeper's turn: it makes segments, and a checkpoint when one is due or by
+                // chance. The keeper blocks until the records that it waits for are durable: with
+                // one thread it has to lead that group itself.
                 7 if pause == 0 && running.log().lock().is_idle() => {
                     let forced = self.random.one_in(4) && !running.keeper.must_keep();
                     let named = self.pins.len() < 4 && self.random.one_in(8);
@@ -841,7 +844,8 @@ impl History {
                         Ok(()) if scarce == 0 && !named => {
                             self.oracle.excused = self.oracle.excused.min(clients.newest())
                         }
-                        // A snapshot first makes room if necessary; whether that failed is not its result.
+                        // A snapshot first makes room if necessary; whether that failed is not its
+                        // result.
                         Ok(()) if running.log().lock().keeper.failed => {
                             self.oracle.excused = u64::MAX;
                         }
@@ -849,7 +853,8 @@ impl History {
                         // The keeper retries a second later: many requests may come until then.
                         Err(error) => {
                             let world = self.fixture.medium.lock();
-                            // A full log may refuse a snapshot, and what a look has just pinned can't be freed.
+                            // A full log may refuse a snapshot, and what a look has just pinned
+                            // can't be freed.
                             if self.oracle.excused == 0
                                 && !named
                                 && !running.keeper.must_keep()

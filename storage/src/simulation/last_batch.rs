@@ -17,7 +17,8 @@ use crate::{BackendQueue, CommitWait, Operation, Retention};
 enum EndState {
     /// It was written, and the process was killed: for all that is known, the batch may be torn.
     Killed,
-    /// The process was killed, and the next one recovered the log, wrote nothing, and was killed too.
+    /// The process was killed, and the next one recovered the log, wrote nothing, and was killed
+    /// too.
     Recovered,
     /// A snapshot was made, and the process was killed.
     Snapshot,
@@ -118,8 +119,8 @@ fn change(world: &mut World, name: &str, offset: u64, len: usize, to: impl Fn(u8
     world.replace(file, &bytes);
 }
 
-/// A killed process leaves a log whose last durable batch is then damaged. Only the header of a void segment proves
-/// that it was durable, because a power cut took the batch in between.
+/// A killed process leaves a log whose last durable batch is then damaged. Only the header of a
+/// void segment proves that it was durable, because a power cut took the batch in between.
 fn proved_by_a_void_segment() -> Fixture {
     let (fixture, mut running) = two_batches();
     let mut port = running.disks[0].open_port().unwrap();
@@ -169,7 +170,8 @@ fn proved_by_a_void_segment() -> Fixture {
     fixture
 }
 
-/// How often a recovery that was cut, and then lost a control slot, shows the bytes from before the last durable batch.
+/// How often a recovery that was cut, and then lost a control slot, shows the bytes from before the
+/// last durable batch.
 fn forgotten_proofs() -> u32 {
     let left = proved_by_a_void_segment();
     let mut forgotten = 0;
@@ -202,7 +204,8 @@ fn forgotten_proofs() -> u32 {
     forgotten
 }
 
-/// Before recovery wipes the proof that a batch was durable, both slots of the control file have it.
+/// Before recovery wipes the proof that a batch was durable, both slots of the control file have
+/// it.
 #[test]
 fn a_cut_recovery_and_a_rotten_slot_do_not_turn_a_durable_batch_into_a_torn_one() {
     assert_eq!(forgotten_proofs(), 0);
@@ -239,8 +242,8 @@ fn read(fixture: &Fixture) -> crate::Result<(Scan, UnappliedByDisk)> {
     read_log_until(&fixture.medium, Path::new(LOG), &control, u64::MAX)
 }
 
-/// A restore in place takes the torn record's LSN, the images pass it, and the segment stays: only the LSN of the
-/// checkpoint is left of the restore then.
+/// A restore in place takes the torn record's LSN, the images pass it, and the segment stays: only
+/// the LSN of the checkpoint is left of the restore then.
 #[test]
 fn a_torn_record_whose_lsn_a_restore_took_is_not_taken_for_damage() {
     let torn: Vec<Fixture> = (1..200).filter_map(torn).collect();

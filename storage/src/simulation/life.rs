@@ -1,8 +1,10 @@
-//! Disks that are created, imported, adopted, resized, used and closed, with power lost at any point.
+//! Disks that are created, imported, adopted, resized, used and closed, with power lost at any
+//! point.
 //!
-//! After a cut, each action is finished or has not begun: a disk being created or imported is absent or complete, and
-//! one being resized has its old or its new size and loses no byte. After a close everything is in the base image. An
-//! action that returned before the cut is durable. The next opening is cut too, up to twice.
+//! After a cut, each action is finished or has not begun: a disk being created or imported is
+//! absent or complete, and one being resized has its old or its new size and loses no byte. After a
+//! close everything is in the base image. An action that returned before the cut is durable. The
+//! next opening is cut too, up to twice.
 
 use std::num::NonZeroUsize;
 use std::path::{Path, PathBuf};
@@ -222,7 +224,8 @@ impl Life {
         self.end_process();
         self.cut_openings(Some(&path))?;
         if !done && !self.there(&path) {
-            // Leftovers of the attempt are in no other disk's way, and the next attempt reuses them.
+            // Leftovers of the attempt are in no other disk's way, and the next attempt reuses
+            // them.
             self.totals.absent += 1;
             self.verify()?;
             make_one(&path, sectors, import)
@@ -273,7 +276,8 @@ impl Life {
         Ok(())
     }
 
-    /// Runs a command on a log that is not in use. If it is cut, the process ends, and the same command continues.
+    /// Runs a command on a log that is not in use. If it is cut, the process ends, and the same
+    /// command continues.
     fn run_to_end<T>(
         &mut self,
         what: &str,
@@ -328,7 +332,8 @@ impl Life {
         (which, self.disks[which].path.clone())
     }
 
-    /// The log gets another size, or a disk's records are discarded, so that the disk is what its image has.
+    /// The log gets another size, or a disk's records are discarded, so that the disk is what its
+    /// image has.
     fn give_up_or_resize_log(&mut self) -> Result<(), Violation> {
         if self.random.one_in(2) {
             let size = (4 + self.random.below(6)) << 16;
@@ -423,8 +428,8 @@ impl Life {
         Ok(true)
     }
 
-    /// Takes one step with an open disk. Returns `false` if it failed because of a cut or a failed sync. A failed
-    /// checkpoint counts as done, since the disk's contents do not depend on it.
+    /// Takes one step with an open disk. Returns `false` if it failed because of a cut or a failed
+    /// sync. A failed checkpoint counts as done, since the disk's contents do not depend on it.
     fn step(
         &mut self,
         which: usize,
@@ -443,7 +448,8 @@ impl Life {
                 self.disks[which].resize((len + more) as usize, grown);
                 return Ok(grown);
             }
-            // The checkpoint waits for groups begun by others, of which there may be none with one thread.
+            // The checkpoint waits for groups begun by others, of which there may be none with one
+            // thread.
             1 if running.disks[which].log.lock().is_idle() => {
                 let copied = running.keeper.step(true);
                 self.excuse("a checkpoint", copied)?;
@@ -476,8 +482,8 @@ impl Life {
         }
     }
 
-    /// After a close the base images alone have everything, even after a power loss; after one that was cut, the
-    /// base images and the log.
+    /// After a close the base images alone have everything, even after a power loss; after one that
+    /// was cut, the base images and the log.
     fn close(&mut self, which: usize, mut running: RunningStore) -> Result<(), Violation> {
         if self.random.one_in(2) {
             let steps = self.random.below(4);
@@ -517,7 +523,8 @@ impl Life {
         Ok(())
     }
 
-    /// Opens all disks up to twice, losing power or being killed in between. `new`: a disk that may exist too.
+    /// Opens all disks up to twice, losing power or being killed in between. `new`: a disk that may
+    /// exist too.
     fn cut_openings(&mut self, new: Option<&Path>) -> Result<(), Violation> {
         for _ in 0..self.random.below(3) {
             let new = new.filter(|path| self.there(path)).map(Path::to_owned);

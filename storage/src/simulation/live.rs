@@ -1,9 +1,10 @@
-//! What is done to a log in use in a random history, beside its requests: looks, exports, restores in place, snapshots that are
-//! deleted while they are in use, disks that leave and come back, and steps of the clock.
+//! What is done to a log in use in a random history, beside its requests: looks, exports, restores
+//! in place, snapshots that are deleted while they are in use, disks that leave and come back, and
+//! steps of the clock.
 //!
-//! All of these are mixed with each other and with faults. As long as it is open, a look or an export shows what the
-//! oracle knows about its LSN, whatever is copied, deleted or restored meanwhile. A point is refused only if the base
-//! images have moved past it.
+//! All of these are mixed with each other and with faults. As long as it is open, a look or an
+//! export shows what the oracle knows about its LSN, whatever is copied, deleted or restored
+//! meanwhile. A point is refused only if the base images have moved past it.
 
 use std::fs::File;
 use std::os::unix::fs::FileExt;
@@ -180,8 +181,8 @@ struct PlannedRestore {
     _held: PinnedLog,
 }
 
-/// Whether a log may refuse a disk at the LSN of a point: the base image has moved past it, and no saved file has its
-/// old contents.
+/// Whether a log may refuse a disk at the LSN of a point: the base image has moved past it, and no
+/// saved file has its old contents.
 fn has_passed(control: &Control, disk_id: u32, lsn: u64) -> bool {
     let entry = control.disk(disk_id);
     let void = entry.map_or(0, |entry| entry.void_lsn.get());
@@ -233,14 +234,15 @@ impl History {
             || entry.is_none_or(|entry| has_passed(control, entry.id.get(), lsn))
     }
 
-    /// Whether the oracle can't tell what the log has of a disk at an LSN: its records were discarded then, or it was
-    /// not on the log.
+    /// Whether the oracle can't tell what the log has of a disk at an LSN: its records were
+    /// discarded then, or it was not on the log.
     pub(super) fn is_unknown(&self, disk: usize, lsn: u64) -> bool {
         lsn < self.joined[disk] || self.given_up.contains(&(disk, lsn))
     }
 
-    /// Whether a disk's state at an LSN may be gone with its image, which was replaced since. A snapshot never shows
-    /// something else, but may be refused. A bare LSN may belong to the present image.
+    /// Whether a disk's state at an LSN may be gone with its image, which was replaced since. A
+    /// snapshot never shows something else, but may be refused. A bare LSN may belong to the
+    /// present image.
     pub(super) fn is_replaced(&self, disk: usize, lsn: u64) -> bool {
         lsn < self.replaced[disk]
     }
@@ -267,7 +269,8 @@ impl History {
         let world = self.fixture.medium.lock();
         let fault = world.crashed || world.failed || world.failed_read || running.poisoned();
         drop(world);
-        // The keeper may need more room than the last segment has, even if nobody waits for room yet.
+        // The keeper may need more room than the last segment has, even if nobody waits for room
+        // yet.
         let fault = fault || running.log().lock().ring.is_used_up();
         if !fault && self.oracle.excused == 0 && !running.keeper.must_keep() {
             return Err(format!("{what} failed for no reason: {error}"));
@@ -475,8 +478,8 @@ impl History {
         }
     }
 
-    /// The time of one of a disk's records in the log, and the last point up to that time. `None`: the log has no
-    /// record.
+    /// The time of one of a disk's records in the log, and the last point up to that time. `None`:
+    /// the log has no record.
     fn time_of(&mut self, live: &Disk, held: &PinnedLog) -> Result<Option<(u64, u64)>> {
         let (mut commits, control): (Vec<Commit>, _) = (Vec::new(), &held.control);
         let visit = &mut |found: FoundRecord<'_>| commits.push(found.commit());
@@ -642,7 +645,8 @@ impl History {
             Ok((_, None)) => Err(format!(
                 "a restore of disk {disk} to LSN {lsn} is taken for one that changes nothing"
             )),
-            // It may be a snapshot that the base images have moved past, or the log may have no record of the disk.
+            // It may be a snapshot that the base images have moved past, or the log may have no
+            // record of the disk.
             Err(error) if matches!(error.kind(), ErrorKind::NotFound | ErrorKind::InvalidInput) => {
                 Ok(())
             }
@@ -701,7 +705,8 @@ impl History {
         answered.try_recv().expect("an answer")
     }
 
-    /// Deletes a snapshot, perhaps while a copy is under way that saves for it. Looks at it may be open.
+    /// Deletes a snapshot, perhaps while a copy is under way that saves for it. Looks at it may be
+    /// open.
     fn delete_in_use(&mut self, running: &mut RunningStore) -> std::result::Result<(), Violation> {
         let Some(last) = (self.pins.len() as u64).checked_sub(1) else {
             return Ok(());
@@ -788,7 +793,8 @@ impl History {
         }
     }
 
-    /// A disk comes to the log: one that has left it in use, or a raw image that belonged to it before.
+    /// A disk comes to the log: one that has left it in use, or a raw image that belonged to it
+    /// before.
     fn add_live(
         &mut self,
         running: &mut RunningStore,
@@ -874,8 +880,8 @@ mod tests {
 
     const SHAPE: Shape = Shape::two_disks(64, 8);
 
-    /// Wherever a sync fails while a disk leaves a log in use, the disk has either left, or stays and can be used as
-    /// before, and what is then written to it is there for the next process.
+    /// Wherever a sync fails while a disk leaves a log in use, the disk has either left, or stays
+    /// and can be used as before, and what is then written to it is there for the next process.
     #[test]
     fn a_disk_that_could_not_leave_a_log_in_use_is_used_as_before() {
         let (mut stayed, mut left) = (0, 0);

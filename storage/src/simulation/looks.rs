@@ -115,7 +115,8 @@ fn a_look_is_the_disk_at_one_moment_whatever_is_copied() {
     }
 }
 
-/// A bench with a snapshot of this name that its base image has moved past, and what the snapshot shows.
+/// A bench with a snapshot of this name that its base image has moved past, and what the snapshot
+/// shows.
 fn past_snapshot(seed: u64, name: SnapshotName) -> Option<(Bench, Vec<u32>)> {
     let mut bench = roomy(seed, Retention::Nothing)?;
     bench.changes();
@@ -137,7 +138,8 @@ fn values_at(bench: &mut Bench, name: SnapshotName) -> Vec<u32> {
     values(&Look::pinned(&disk.log, &disk.state, Point::Snapshot(name), held, None).unwrap())
 }
 
-/// While a copy saves for the newest snapshot, that is deleted. The older one then needs the same in its own files.
+/// While a copy saves for the newest snapshot, that is deleted. The older one then needs the same
+/// in its own files.
 #[test]
 fn a_snapshot_deleted_while_a_copy_saves_for_it_leaves_the_older_one_whole() {
     let [older, newer]: [SnapshotName; 2] = ["older", "newer"].map(|name| name.parse().unwrap());
@@ -170,7 +172,8 @@ fn a_snapshot_deleted_while_a_copy_saves_for_it_leaves_the_older_one_whole() {
     assert!(tried > 10, "{tried}");
 }
 
-/// A snapshot is made while a copy saves for an older one, in a log with little room. It begins no copy of its own.
+/// A snapshot is made while a copy saves for an older one, in a log with little room. It begins no
+/// copy of its own.
 #[test]
 fn a_snapshot_made_while_a_copy_saves_begins_no_other_copy() {
     let [older, newer]: [SnapshotName; 2] = ["older", "newer"].map(|name| name.parse().unwrap());
@@ -207,7 +210,8 @@ fn a_snapshot_made_while_a_copy_saves_begins_no_other_copy() {
     assert!(tried > 50 && few > 10, "{tried}, {few} with little room");
 }
 
-/// A snapshot takes a sync of the log and a write of the control file, also in a log with little room: it copies nothing.
+/// A snapshot takes a sync of the log and a write of the control file, also in a log with little
+/// room: it copies nothing.
 #[test]
 fn a_snapshot_copies_nothing() {
     let mut few = 0;

@@ -1,18 +1,20 @@
 //! A medium with a volatile cache that can lose power at any operation.
 //!
-//! Synced bytes are durable. Of the sectors written since, a power cut keeps any subset: a write can tear at every
-//! sector boundary, and writes can be reordered, as on a disk with a cache.
+//! Synced bytes are durable. Of the sectors written since, a power cut keeps any subset: a write
+//! can tear at every sector boundary, and writes can be reordered, as on a disk with a cache.
 //!
-//! A sync that fails leaves any subset durable. The other sectors are lost, or stay readable although no later sync
-//! writes them: the kernel marks pages clean when their write-back fails, and drops them at any time.
+//! A sync that fails leaves any subset durable. The other sectors are lost, or stay readable
+//! although no later sync writes them: the kernel marks pages clean when their write-back fails,
+//! and drops them at any time.
 //!
-//! A process that is killed leaves the cache as it is. The writes that its engines had in flight reach the cache at
-//! any later time, unless a new opener waits for them by locking the file.
+//! A process that is killed leaves the cache as it is. The writes that its engines had in flight
+//! reach the cache at any later time, unless a new opener waits for them by locking the file.
 //!
-//! In front of the medium's cache is the kernel's page cache, with its own view of each file. What is written to it is
-//! written back at any later time, which may fail. Then readers of the medium see the old bytes, readers of the page
-//! cache may see the lost ones for a while, and each open descriptor gets the error once, in its first call that asks.
-//! A descriptor opened later gets it if no other one did. The page cache survives a kill, but not a power cut.
+//! In front of the medium's cache is the kernel's page cache, with its own view of each file. What
+//! is written to it is written back at any later time, which may fail. Then readers of the medium
+//! see the old bytes, readers of the page cache may see the lost ones for a while, and each open
+//! descriptor gets the error once, in its first call that asks. A descriptor opened later gets it
+//! if no other one did. The page cache survives a kill, but not a power cut.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::ffi::OsString;
@@ -32,7 +34,8 @@ use crate::sync::{Arc, Event};
 /// The log's directory.
 pub(super) const LOG: &str = "/log";
 
-/// One file: its durable bytes, and the sectors written since the last sync, in order. Copies share equal parts.
+/// One file: its durable bytes, and the sectors written since the last sync, in order. Copies share
+/// equal parts.
 #[derive(Clone, Debug, Hash)]
 pub(super) struct FileState {
     pub name: Arc<str>,
@@ -45,7 +48,8 @@ pub(super) struct FileState {
     /// The file's durable attribute; `marks` has its values since, in order.
     mark: Option<ImageMark>,
     pub marks: Vec<Option<ImageMark>>,
-    /// A sync failed: readers may see sectors that are not durable and that the next sync will not write.
+    /// A sync failed: readers may see sectors that are not durable and that the next sync will not
+    /// write.
     unwritten: bool,
     /// The cached sectors for which the page cache has not started write-back.
     dirty: BTreeSet<usize>,
@@ -101,7 +105,8 @@ impl FileState {
         }
     }
 
-    /// Drops the file's cache, except for the oldest of its new lengths and marks and for the sectors `kept`.
+    /// Drops the file's cache, except for the oldest of its new lengths and marks and for the
+    /// sectors `kept`.
     pub(super) fn settle<'a>(
         &mut self,
         lengths: usize,
@@ -180,7 +185,8 @@ pub(super) struct World {
     /// Files that an opener has locked, alone or, once for each of them, with other readers.
     pub locked: Vec<usize>,
     descriptors: Vec<OpenDescriptor>,
-    /// When each file was last written to, as it is in memory and on the medium, in changes of all files.
+    /// When each file was last written to, as it is in memory and on the medium, in changes of all
+    /// files.
     modified: Vec<[u64; 2]>,
     changes: u64,
     pub shared: Vec<usize>,
@@ -188,19 +194,21 @@ pub(super) struct World {
     /// Operations until power is lost.
     pub ticks: Option<u64>,
     pub crashed: bool,
-    /// How many syncs succeed before one fails with EIO, once. The cached bytes may or may not be durable then, and
-    /// may or may not stay readable.
+    /// How many syncs succeed before one fails with EIO, once. The cached bytes may or may not be
+    /// durable then, and may or may not stay readable.
     pub fail_sync: Option<u64>,
     /// How many reads succeed before one fails with EIO, once.
     pub fail_read: Option<u64>,
-    /// How many writes succeed before one fails with EIO, once; a part of its bytes is in the cache.
+    /// How many writes succeed before one fails with EIO, once; a part of its bytes is in the
+    /// cache.
     pub fail_write: Option<u64>,
-    /// How many write-backs of the page cache succeed before one fails with EIO, once: any part of it is lost, and is
-    /// readable through the page cache for a while.
+    /// How many write-backs of the page cache succeed before one fails with EIO, once: any part of
+    /// it is lost, and is readable through the page cache for a while.
     pub fail_write_back: Option<u64>,
     /// How many write-backs failed.
     pub failed_write_backs: u64,
-    /// Whether files can't be opened through the page cache; `buffered`: whether they are opened no other way.
+    /// Whether files can't be opened through the page cache; `buffered`: whether they are opened no
+    /// other way.
     pub without_cache: bool,
     pub buffered: bool,
     /// Whether any operation failed; `failed_read`: whether a read did.
@@ -228,13 +236,14 @@ pub(super) struct World {
     pub create_panics: bool,
     /// Whether writes to base images never end.
     pub base_blocked: bool,
-    /// Whether each engine has a thread that writes and syncs appends, as where there is no io_uring.
+    /// Whether each engine has a thread that writes and syncs appends, as where there is no
+    /// io_uring.
     pub blocking: bool,
     pub pace: EngineTiming,
     /// The price of an operation that checkpoints assume; with a high one, they copy in stripes.
     pub operation_bytes: u64,
-    /// The state before each sync, if that is asked for. Any state that a power cut may leave at any time, it may
-    /// also leave at the next of these moments or at the end.
+    /// The state before each sync, if that is asked for. Any state that a power cut may leave at
+    /// any time, it may also leave at the next of these moments or at the end.
     pub moments: Option<Vec<StoredFiles>>,
     /// Writes that a killed process left in flight.
     pub late: Vec<LateWrite>,
@@ -457,7 +466,8 @@ impl World {
         }
     }
 
-    /// Records the state, unless everything is durable: a power cut a moment earlier can then leave the same.
+    /// Records the state, unless everything is durable: a power cut a moment earlier can then leave
+    /// the same.
     fn note(&mut self) {
         let settled = |file: &FileState| {
             file.cached.is_empty() && file.lengths.is_empty() && file.marks.is_empty()
@@ -533,8 +543,8 @@ impl World {
         } else {
             bytes
         };
-        // A process that is killed while it writes to the page cache has written the first bytes. What it writes past the page
-        // cache may still be in flight.
+        // A process that is killed while it writes to the page cache has written the first bytes.
+        // What it writes past the page cache may still be in flight.
         let killed = self.ticks == Some(0);
         if killed && to_cache {
             let sectors = (bytes.len() / SECTOR) as u64;
@@ -556,7 +566,8 @@ impl World {
             let cached = state.cached.iter().map(|(at, _)| *at);
             state.dirty.extend(cached.filter(|at| range.contains(at)));
         }
-        // The write during which power is lost is in the cache too, because any part of it may have reached the medium.
+        // The write during which power is lost is in the cache too, because any part of it may have
+        // reached the medium.
         self.tick()?;
         match (fails || broken, full) {
             (true, _) => self.fail("write"),
@@ -629,7 +640,8 @@ impl World {
         }
     }
 
-    /// Writes dirty sectors of the page cache in this range back to the medium's cache. If that fails, any of them are lost.
+    /// Writes dirty sectors of the page cache in this range back to the medium's cache. If that
+    /// fails, any of them are lost.
     pub(super) fn write_back_range(&mut self, file: usize, range: &Range<usize>) {
         let dirty: Vec<usize> = self.files[file]
             .dirty
@@ -663,14 +675,16 @@ impl World {
         (self.failed, self.failed_read) = (true, true);
     }
 
-    /// Starts write-back of a range. The descriptor gets the error of an earlier failure that it does not know of.
+    /// Starts write-back of a range. The descriptor gets the error of an earlier failure that it
+    /// does not know of.
     pub(super) fn write_back(&mut self, descriptor: usize, range: Range<usize>) -> io::Result<()> {
         self.tick()?;
         self.write_back_range(self.file_of(descriptor), &range);
         self.report_error(descriptor)
     }
 
-    /// Lets the kernel write a part of the page cache back, or take a page from it that could not be written, by chance.
+    /// Lets the kernel write a part of the page cache back, or take a page from it that could not
+    /// be written, by chance.
     fn write_back_some(&mut self) {
         let used = |file: &FileState| !(file.dirty.is_empty() && file.lost.is_empty());
         if self.crashed || !self.files.iter().any(used) || !self.random.one_in(8) {
@@ -788,8 +802,8 @@ impl World {
         }
     }
 
-    /// Keeps any subset of a file's cached sectors; the others are lost, from the cache too. Returns the lengths
-    /// and marks that are lost.
+    /// Keeps any subset of a file's cached sectors; the others are lost, from the cache too.
+    /// Returns the lengths and marks that are lost.
     fn settle(&mut self, file: usize) -> (Vec<usize>, Vec<Option<ImageMark>>) {
         // Keeps all, none, about half, or all but a few: mistakes hide at the extremes.
         let mode = if self.forgetful {
@@ -852,8 +866,8 @@ impl World {
         world
     }
 
-    /// Damages a log file: flips a bit, loses or garbles a sector, copies another sector over one, or moves a whole
-    /// write to the wrong place.
+    /// Damages a log file: flips a bit, loses or garbles a sector, copies another sector over one,
+    /// or moves a whole write to the wrong place.
     pub(super) fn damage(&mut self) {
         let logs: Vec<usize> = (0..self.files.len())
             .filter(|&i| self.names.leads_to(i) && self.files[i].current.len() > 0)
@@ -913,14 +927,16 @@ impl World {
         state.mark = mark;
     }
 
-    /// Continues after a kill, with all or most of the cache: the kernel may drop clean pages at any time.
+    /// Continues after a kill, with all or most of the cache: the kernel may drop clean pages at
+    /// any time.
     pub(super) fn restart(&mut self) {
         for file in 0..self.files.len() {
             let state = &self.files[file];
             if (state.unwritten || !state.lost.is_empty()) && self.random.one_in(2) {
                 self.drop_clean(file);
             }
-            // Some other program's sync got the error. Otherwise opening would fail once, which breaks no promise.
+            // Some other program's sync got the error. Otherwise opening would fail once, which
+            // breaks no promise.
             self.files[file].told = true;
         }
         self.crashed = false;

@@ -1,15 +1,16 @@
 //! Crash tests on a simulated medium, judged by an oracle that knows only what the disk promises.
 //!
-//! Small histories are tried exhaustively ([`exhaustive`]), and threads have tests of their own (`interleavings`).
-//! Apart from those, a *history* is a run of random requests on a few ports of a few disks of one log, cut by power
-//! losses: in the middle of requests, of checkpoints, of recoveries. One thread does everything in an order that one
-//! seed decides, so one seed reproduces one run.
+//! Small histories are tried exhaustively ([`exhaustive`]), and threads have tests of their own
+//! (`interleavings`). Apart from those, a *history* is a run of random requests on a few ports of a
+//! few disks of one log, cut by power losses: in the middle of requests, of checkpoints, of
+//! recoveries. One thread does everything in an order that one seed decides, so one seed reproduces
+//! one run.
 //!
-//! The oracle keeps every modification in LSN order, and a *floor*: how much of that order must survive. In half of
-//! the runs changes are completed only once they are written, and a second floor is how much of them must survive a
-//! kill. After a crash the disks together must be exactly the state after some prefix of the order that is not
-//! below the floor. Some disks are then restored in place, and the states from before are looked at later, as long as the
-//! log has them.
+//! The oracle keeps every modification in LSN order, and a *floor*: how much of that order must
+//! survive. In half of the runs changes are completed only once they are written, and a second
+//! floor is how much of them must survive a kill. After a crash the disks together must be exactly
+//! the state after some prefix of the order that is not below the floor. Some disks are then
+//! restored in place, and the states from before are looked at later, as long as the log has them.
 //!
 //! Half of the histories do more with a log: beside its requests (`live`), without one of its ports
 //! (`absences`), and with commands between two openings (`offline`).
@@ -72,8 +73,9 @@ use oracle::Violation;
 use crate::mutant::{Mutant, PLANTED};
 use crate::sync::stepped;
 
-/// The seeds that the environment asks for: `WALVISOR_SEED` is the first (default 1), the variable `count` is their
-/// number. With `WALVISOR_SEED` alone, one seed is replayed; without either there are `usual` seeds.
+/// The seeds that the environment asks for: `WALVISOR_SEED` is the first (default 1), the variable
+/// `count` is their number. With `WALVISOR_SEED` alone, one seed is replayed; without either there
+/// are `usual` seeds.
 fn seeds(count: &str, usual: u64) -> Range<u64> {
     let number = |name: &str| {
         let text = std::env::var(name).ok()?;
@@ -83,7 +85,8 @@ fn seeds(count: &str, usual: u64) -> Range<u64> {
     seeds_from(number("WALVISOR_SEED"), number(count), usual)
 }
 
-/// Prints what happens in a history, if the environment has `WALVISOR_TELL`, for whoever replays a seed.
+/// Prints what happens in a history, if the environment has `WALVISOR_TELL`, for whoever replays a
+/// seed.
 fn trace(what: impl FnOnce() -> String) {
     static TELLS: LazyLock<bool> = LazyLock::new(|| std::env::var_os("WALVISOR_TELL").is_some());
     if *TELLS {
@@ -128,8 +131,8 @@ fn on_all_cores<T: Total>(numbers: &Range<u64>, one: impl Fn(u64) -> T + Sync) -
     total
 }
 
-/// Runs all of `seeds` on all cores; panics with the seed of the first run that broke a promise. `name`: the test
-/// that replays it.
+/// Runs all of `seeds` on all cores; panics with the seed of the first run that broke a promise.
+/// `name`: the test that replays it.
 fn run_all<T: Total>(
     seeds: &Range<u64>,
     name: &str,
@@ -192,8 +195,8 @@ fn run(seeds: Range<u64>) {
     }
 }
 
-/// `WALVISOR_SEED=N` replays one history; `WALVISOR_HISTORIES=N` runs more or fewer; with both, N histories from
-/// that seed on.
+/// `WALVISOR_SEED=N` replays one history; `WALVISOR_HISTORIES=N` runs more or fewer; with both, N
+/// histories from that seed on.
 #[test]
 fn random_histories_keep_the_promises() {
     run(seeds("WALVISOR_HISTORIES", 40_000));
@@ -233,7 +236,8 @@ fn a_range_of_seeds_starts_anywhere() {
     assert_eq!(seeds_from(Some(last), None, 500), last..u64::MAX);
 }
 
-/// Promise 4 for bytes that rot, vanish or land in the wrong place. No panic, and no read past the end, may happen.
+/// Promise 4 for bytes that rot, vanish or land in the wrong place. No panic, and no read past the
+/// end, may happen.
 #[test]
 fn damage_is_reported_or_harmless() {
     // The last one's first step requests another.
@@ -251,8 +255,8 @@ fn damage_is_reported_or_harmless() {
     );
 }
 
-/// The promise broken by a run with a planted fault. A panic is not a broken promise, unless it is the promised
-/// reaction: `promised` is then a part of its message.
+/// The promise broken by a run with a planted fault. A panic is not a broken promise, unless it is
+/// the promised reaction: `promised` is then a part of its message.
 fn broken<T>(
     ran: std::thread::Result<Result<T, Violation>>,
     promised: Option<&str>,

@@ -1,8 +1,9 @@
 //! Names of the simulated medium: which path leads to which file, now and after a power cut.
 //!
-//! Directories are names too: losing one loses everything in it. A name that was created, changed or removed is
-//! durable once its directory was synced. Of the unsynced changes a power cut keeps any subset, since directories
-//! promise no order. Of a rename it may keep both names, but never neither.
+//! Directories are names too: losing one loses everything in it. A name that was created, changed
+//! or removed is durable once its directory was synced. Of the unsynced changes a power cut keeps
+//! any subset, since directories promise no order. Of a rename it may keep both names, but never
+//! neither.
 
 use std::collections::BTreeMap;
 use std::ffi::OsString;
@@ -82,8 +83,8 @@ impl Names {
         found.map(|(_, file)| *file)
     }
 
-    /// The files and their names. Of a file with two, the one that sorts first is last: a segment's final name, not the one
-    /// that it was made under.
+    /// The files and their names. Of a file with two, the one that sorts first is last: a segment's
+    /// final name, not the one that it was made under.
     pub(super) fn of_files(&self) -> Vec<(usize, Arc<str>)> {
         let files = self.current.iter().rev();
         let files = files.filter(|(_, file)| **file != DIRECTORY);
@@ -159,8 +160,8 @@ impl Names {
         matches!(self.changes[n], NameChange::Rename(..))
     }
 
-    /// The names after a power cut. `kept` says for the n-th change whether it is lost, kept without removing the
-    /// old name, or kept.
+    /// The names after a power cut. `kept` says for the n-th change whether it is lost, kept
+    /// without removing the old name, or kept.
     pub(super) fn settle(&mut self, mut kept: impl FnMut(usize) -> NameFate) {
         for (n, change) in std::mem::take(&mut self.changes).into_iter().enumerate() {
             match kept(n) {

@@ -1,8 +1,9 @@
-//! Commands on a log that is not in use, between two opens in a random history: the log changes its size, records are
-//! discarded, and disks leave, come back and move to another log. Power is lost in the middle, and I/O fails.
+//! Commands on a log that is not in use, between two opens in a random history: the log changes its
+//! size, records are discarded, and disks leave, come back and move to another log. Power is lost
+//! in the middle, and I/O fails.
 //!
-//! None of them loses a byte, except that discarded records are gone all at once: the disk is then what its image has.
-//! Wherever a command is cut, the same command continues.
+//! None of them loses a byte, except that discarded records are gone all at once: the disk is then
+//! what its image has. Wherever a command is cut, the same command continues.
 
 use std::collections::BTreeSet;
 use std::path::Path;
@@ -69,8 +70,8 @@ fn keeps(control: &Control) -> bool {
 }
 
 impl History {
-    /// Runs up to two commands. `kept`: what a killed process left must survive, so power is not lost and nothing
-    /// fails. Returns the disks whose records were discarded.
+    /// Runs up to two commands. `kept`: what a killed process left must survive, so power is not
+    /// lost and nothing fails. Returns the disks whose records were discarded.
     pub(super) fn run_commands(
         &mut self,
         kept: bool,
@@ -240,7 +241,8 @@ impl History {
         Ok(entry.is_some_and(|entry| control.is_spilled(entry.id.get())))
     }
 
-    /// Whether the log's table has the images' present paths; an interrupted process may have left others.
+    /// Whether the log's table has the images' present paths; an interrupted process may have left
+    /// others.
     fn knows_paths(&self, control: &Control) -> bool {
         (0..self.fixture.shape.disks).all(|disk| {
             let entry = self.fixture.entry(control, disk);
@@ -282,7 +284,8 @@ impl History {
                     cuts += 1;
                     continue;
                 }
-                // Without a mark, the log identifies the image by its path, and its past may be gone.
+                // Without a mark, the log identifies the image by its path, and its past may be
+                // gone.
                 CommandOutcome::Cut if known => {
                     self.fixture.stays = true;
                     self.replaced[disk] = u64::MAX;
@@ -350,8 +353,8 @@ impl History {
         };
         let mut ran = self.run_command(kept, "moving to another log", there, refused(control))?;
         if let CommandOutcome::Cut = ran {
-            // The cut may have taken the newest paths of other images from the log. Only an open with all disks has them.
-            // A disk that has moved already is in it no more.
+            // The cut may have taken the newest paths of other images from the log. Only an open
+            // with all disks has them. A disk that has moved already is in it no more.
             let now = self.control()?;
             let moved = self.fixture.entry(&now, disk).is_none();
             if moved || self.knows_paths(&now) {
@@ -403,7 +406,8 @@ impl History {
         }
     }
 
-    /// Looks at a disk that is not in use, at a point that the log had, by the code that makes copies.
+    /// Looks at a disk that is not in use, at a point that the log had, by the code that makes
+    /// copies.
     pub(super) fn look_at_the_past(&mut self) -> std::result::Result<(), Violation> {
         let disk = self.acts.below(self.fixture.shape.disks as u64) as usize;
         let all = self.past.len() as u64;
@@ -509,8 +513,8 @@ impl History {
         Ok(closed && !records.contains_key(&entry.id.get()))
     }
 
-    /// Changes the image of a disk without records in the log: another program writes to it, or it is replaced by an
-    /// older copy or by an unrelated image. That is the disk from now on.
+    /// Changes the image of a disk without records in the log: another program writes to it, or it
+    /// is replaced by an older copy or by an unrelated image. That is the disk from now on.
     fn replace_image(
         &mut self,
         disk: usize,
@@ -523,7 +527,8 @@ impl History {
         if !self.is_complete(disk)? {
             self.copy_everything(kept)?;
         }
-        // A path that is in the page cache only may be lost, and an unrelated image is identified by nothing else.
+        // A path that is in the page cache only may be lost, and an unrelated image is identified
+        // by nothing else.
         let confirmed = {
             let _files = self.fixture.medium.enter();
             open_control(Path::new(LOG), Access::Log).and_then(|mut control| control.confirm())
@@ -640,8 +645,9 @@ mod tests {
         (fixture, contents)
     }
 
-    /// The next process is cut while it opens the log; then a disk's records are discarded, and power is lost during
-    /// that too. The disk can still be opened, with its records or with what its image has.
+    /// The next process is cut while it opens the log; then a disk's records are discarded, and
+    /// power is lost during that too. The disk can still be opened, with its records or with what
+    /// its image has.
     #[test]
     fn a_disk_opens_wherever_discarding_its_records_is_cut() {
         let (mut whole, mut gone) = (0, 0);
@@ -675,8 +681,8 @@ mod tests {
         assert!(whole > 30 && gone > 30, "{whole} whole, {gone} gone");
     }
 
-    /// A log's newest numbers may belong to a torn write, so that no record has them. A disk whose records were
-    /// discarded up to there can leave the log.
+    /// A log's newest numbers may belong to a torn write, so that no record has them. A disk whose
+    /// records were discarded up to there can leave the log.
     #[test]
     fn a_disk_leaves_its_log_after_its_records_were_discarded() {
         let mut torn = 0;
@@ -706,8 +712,8 @@ mod tests {
         assert!(torn > 5, "{torn}");
     }
 
-    /// A process was killed while a raw image was joining a log. The same command must not report success before a
-    /// power cut can't undo it.
+    /// A process was killed while a raw image was joining a log. The same command must not report
+    /// success before a power cut can't undo it.
     #[test]
     fn an_image_has_joined_a_log_once_the_command_says_so() {
         for (seed, ticks) in (1..9).flat_map(|seed| (0..20).map(move |ticks| (seed, ticks))) {

@@ -1,7 +1,7 @@
 //! The promises of the store so far, and whether what is left keeps them.
 //!
-//! The oracle knows requests, their ends and the order in which modifications got their LSNs, but nothing of how
-//! the store works.
+//! The oracle knows requests, their ends and the order in which modifications got their LSNs, but
+//! nothing of how the store works.
 
 use std::collections::{HashMap, VecDeque};
 use std::sync::Arc;
@@ -25,8 +25,8 @@ pub(super) struct RestoredState {
     pub certain: bool,
 }
 
-/// One modification: every sector of a range becomes `value` (0: zeroes). A mark has no sectors, and as `value` its
-/// number, or 0 if the log itself made it.
+/// One modification: every sector of a range becomes `value` (0: zeroes). A mark has no sectors,
+/// and as `value` its number, or 0 if the log itself made it.
 #[derive(Clone, Debug)]
 struct Effect {
     disk: usize,
@@ -155,7 +155,8 @@ impl Oracle {
         })
     }
 
-    /// Records a restore in place of a disk in use, which has an LSN. It is durable if it counts. `counts` is `None` if nobody knows.
+    /// Records a restore in place of a disk in use, which has an LSN. It is durable if it counts.
+    /// `counts` is `None` if nobody knows.
     pub(super) fn restored(
         &mut self,
         disk: usize,
@@ -217,7 +218,8 @@ impl Oracle {
         self.open.values().any(|(_, of, _)| *of == disk)
     }
 
-    /// Records that `client` is about to submit an operation to `disk`; `through`: in writethrough mode.
+    /// Records that `client` is about to submit an operation to `disk`; `through`: in writethrough
+    /// mode.
     pub(super) fn submit(
         &mut self,
         client: usize,
@@ -298,14 +300,15 @@ impl Oracle {
         self.open.values().all(|(by, ..)| *by == client)
     }
 
-    /// Nobody will ask how a client's requests have ended: its changes may or may not have happened.
+    /// Nobody will ask how a client's requests have ended: its changes may or may not have
+    /// happened.
     pub(super) fn forget(&mut self, client: usize) {
         self.open.retain(|_, (by, ..)| *by != client);
         self.unplaced.remove(&client);
     }
 
-    /// Records the end of a request. `good`: nothing has happened that excuses a failure. `good_read`: nor that of a
-    /// read.
+    /// Records the end of a request. `good`: nothing has happened that excuses a failure.
+    /// `good_read`: nor that of a read.
     pub(super) fn complete(
         &mut self,
         client: usize,
@@ -421,19 +424,20 @@ impl Oracle {
         self.floor = self.floor.max(self.kill_floor);
     }
 
-    /// After damage, the last acknowledged records may be gone if nothing that is left proves them durable. All changes
-    /// up to `durable`, an LSN of a log that began with 1, must survive.
+    /// After damage, the last acknowledged records may be gone if nothing that is left proves them
+    /// durable. All changes up to `durable`, an LSN of a log that began with 1, must survive.
     pub(super) fn damaged(&mut self, durable: u64) {
         self.floor = self.floor.min(durable as usize);
     }
 
-    /// Judges the disks after a crash: they must be exactly what some prefix of the order made, not below the
-    /// floor. Returns how many changes were lost.
+    /// Judges the disks after a crash: they must be exactly what some prefix of the order made, not
+    /// below the floor. Returns how many changes were lost.
     pub(super) fn judge(&self, found: &DiskContents) -> Result<usize, Violation> {
         self.judge_readable(&readable(found))
     }
 
-    /// As [`judge`](Self::judge), after a kill: changes that were completed as written must be there too.
+    /// As [`judge`](Self::judge), after a kill: changes that were completed as written must be
+    /// there too.
     pub(super) fn judge_killed(&self, found: &DiskContents) -> Result<usize, Violation> {
         self.judge_from(self.floor.max(self.kill_floor), &readable(found))
     }

@@ -21,8 +21,8 @@ use crate::recovery::scan::{FoundRecord, scan};
 const MINUTE: u64 = 60_000_000;
 
 impl History {
-    /// Looks at the disks as they were after a random record since the last checkpoint, or after each if the log always keeps
-    /// history, and at all older states that the log still has.
+    /// Looks at the disks as they were after a random record since the last checkpoint, or after
+    /// each if the log always keeps history, and at all older states that the log still has.
     pub(super) fn look_back(&mut self) -> Result<(), Violation> {
         let broken = |error| format!("looking back at a legal crash: {error}");
         let control = control_of(&self.fixture.medium).map_err(broken)?.control;
@@ -85,7 +85,8 @@ impl History {
         Ok((horizon.get(), control.with_rewinds(scan.last.lsn)))
     }
 
-    /// What the oracle knows the disks to have been as of an LSN, which is not before its first change.
+    /// What the oracle knows the disks to have been as of an LSN, which is not before its first
+    /// change.
     pub(super) fn after(&self, lsn: u64) -> DiskContents {
         self.oracle
             .after((lsn + 1).saturating_sub(self.first_lsn) as usize)
@@ -108,8 +109,8 @@ impl History {
         let horizon = header.checkpoint_lsn.max(header.copying_lsn).get();
         for (place, (sectors, wanted)) in found.iter_mut().zip(wanted).enumerate() {
             let entry = self.fixture.entry(control, place);
-            // A disk that has left the log, or whose records up to there were discarded, or copied when it left the log
-            // in use.
+            // A disk that has left the log, or whose records up to there were discarded, or copied
+            // when it left the log in use.
             let Some(disk) = entry.filter(|disk| disk.void_lsn.get() <= lsn) else {
                 sectors.clone_from(wanted);
                 continue;
@@ -172,7 +173,8 @@ impl History {
         entry.is_some_and(|entry| lsn < entry.void_lsn.get())
     }
 
-    /// Each mark that was durable is in the log, unless the base images have passed it, and no other.
+    /// Each mark that was durable is in the log, unless the base images have passed it, and no
+    /// other.
     pub(super) fn find_marks(&mut self) -> Result<(), Violation> {
         let broken = |error| format!("looking back at a legal crash: {error}");
         let control = control_of(&self.fixture.medium).map_err(broken)?.control;
@@ -232,9 +234,9 @@ impl History {
         }
     }
 
-    /// Now and then restores a disk in place, perhaps while power is lost, to a record since the last checkpoint or to an older
-    /// state that the log still has. `kept`: what a killed process left must survive, so power is not lost before the log is
-    /// durable.
+    /// Now and then restores a disk in place, perhaps while power is lost, to a record since the
+    /// last checkpoint or to an older state that the log still has. `kept`: what a killed process
+    /// left must survive, so power is not lost before the log is durable.
     pub(super) fn rewind(&mut self, kept: bool) -> Result<Option<RestoredState>, Violation> {
         if !self.random.one_in(3) {
             return Ok(None);
@@ -293,8 +295,8 @@ impl History {
                 let legal = before.filter(|before| self.oracle.judge(before).is_ok());
                 legal.map(restored).collect()
             }
-            // There is no such record, or none of the disk, so the number is not a point. Or the disk's records were
-            // discarded, and saved files have what a snapshot needs.
+            // There is no such record, or none of the disk, so the number is not a point. Or the
+            // disk's records were discarded, and saved files have what a snapshot needs.
             Err(error)
                 if error.kind() == ErrorKind::NotFound
                     || error.kind() == ErrorKind::InvalidInput

@@ -39,8 +39,9 @@ fn work(
     running.finish_writer();
 }
 
-/// Restores a disk to one of these states, with power lost after a number of operations. Returns the LSN of the
-/// restore, if it succeeded, and the resulting state; `None`: the log no longer has records of the disk.
+/// Restores a disk to one of these states, with power lost after a number of operations. Returns
+/// the LSN of the restore, if it succeeded, and the resulting state; `None`: the log no longer has
+/// records of the disk.
 fn rewind(
     fixture: &Fixture,
     running: &mut RunningStore,
@@ -73,8 +74,8 @@ fn rewind(
     Some((done.ok(), after))
 }
 
-/// Wherever it is cut, the disk is what it was before or what it was at the point, and after an answer the latter. The
-/// other disk does not change, and all earlier states can be restored.
+/// Wherever it is cut, the disk is what it was before or what it was at the point, and after an
+/// answer the latter. The other disk does not change, and all earlier states can be restored.
 #[test]
 fn a_restore_in_use_is_there_or_not_wherever_power_is_lost() {
     let (mut cut, mut whole) = (0, 0);

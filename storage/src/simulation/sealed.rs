@@ -7,7 +7,8 @@ use crate::medium::directory::Medium;
 use crate::{CommitWait, Operation};
 
 const SEGMENT: u64 = 1 << 20;
-/// Sectors of a write. With the header of its batch, 14 fill a segment and leave room for the summary.
+/// Sectors of a write. With the header of its batch, 14 fill a segment and leave room for the
+/// summary.
 const WRITE: u64 = 128;
 const SECTORS: u64 = 64 * WRITE;
 
@@ -60,8 +61,9 @@ fn opened(fixture: &Fixture) -> u64 {
     bytes
 }
 
-/// The bytes that opening reads depend on the number of records, and not on their payloads: of each sealed segment it
-/// reads the header and the summary, a block each. The last segment, which is not sealed, is read and searched.
+/// The bytes that opening reads depend on the number of records, and not on their payloads: of each
+/// sealed segment it reads the header and the summary, a block each. The last segment, which is not
+/// sealed, is read and searched.
 #[test]
 fn opening_reads_headers_and_summaries_of_sealed_segments() {
     const SEGMENTS: u64 = 24;

@@ -11,7 +11,8 @@ use crate::{
 
 const SECTORS: u64 = 504;
 const SEGMENTS: u32 = 4;
-/// Sectors of a write. With the header of its batch it takes 16 KiB: three fill a segment, with its header and summary.
+/// Sectors of a write. With the header of its batch it takes 16 KiB: three fill a segment, with its
+/// header and summary.
 const WRITE: u64 = 24;
 const WRITES_OF_A_SEGMENT: u32 = 3;
 
@@ -40,8 +41,8 @@ fn shortage(fixture: &Fixture, base: bool, log: bool) {
     (world.base_full, world.log_full) = (base, log);
 }
 
-/// Writes and flushes, from `first` on, until a request fails; returns the number of the first write that was not
-/// flushed.
+/// Writes and flushes, from `first` on, until a request fails; returns the number of the first
+/// write that was not flushed.
 fn fill(running: &mut RunningStore, port: &mut Port, first: u32) -> u32 {
     let mut number = first;
     while end(running, port, write(number)).is_ok() && end(running, port, Operation::Flush).is_ok()
@@ -59,8 +60,8 @@ fn read(running: &mut RunningStore, port: &mut Port, number: u32) {
     assert_eq!(data.unwrap()[..], filled(number, WRITE)[..]);
 }
 
-/// Without space in the base image the log takes writes while it has room. Then writes and flushes fail, and reads
-/// go on. Once there is space, everything works again and nothing is lost.
+/// Without space in the base image the log takes writes while it has room. Then writes and flushes
+/// fail, and reads go on. Once there is space, everything works again and nothing is lost.
 #[test]
 fn a_full_base_image_fills_the_log_then_requests_fail_then_all_recovers() {
     let (fixture, mut running) = open();
@@ -167,8 +168,8 @@ fn a_log_that_can_not_grow_recycles_its_segments() {
     assert_eq!(running.disks[0].log.lock().ring.counts().0, SEGMENTS);
 }
 
-/// With segments of any size and writes of any length, a checkpoint makes the pending records durable when all but
-/// the ring's last segment are full. Otherwise it could free no segment.
+/// With segments of any size and writes of any length, a checkpoint makes the pending records
+/// durable when all but the ring's last segment are full. Otherwise it could free no segment.
 #[test]
 fn what_may_be_pending_fits_the_last_segment() {
     for sectors in 1..=32 {
@@ -274,8 +275,8 @@ fn a_panic_of_the_keeper_fails_the_log() {
     assert!(error.to_string().contains("panicked"), "{error}");
 }
 
-/// A slow checkpoint delays no request until the ring is full, and then only until it is done. A ring below its limit
-/// grows in the meantime.
+/// A slow checkpoint delays no request until the ring is full, and then only until it is done. A
+/// ring below its limit grows in the meantime.
 #[test]
 fn writers_go_on_beside_a_slow_checkpoint_until_the_ring_is_full() {
     writers_go_on(SEGMENTS);

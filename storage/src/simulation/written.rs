@@ -43,14 +43,15 @@ fn end_batch(running: &RunningStore, (io, group): (Io, Group)) {
     );
 }
 
-/// Whether a port learns that its record is written. The record came while the leader wrote a batch without a sync,
-/// for a port that has been closed since.
+/// Whether a port learns that its record is written. The record came while the leader wrote a batch
+/// without a sync, for a port that has been closed since.
 fn notifies_written() -> bool {
     let (_fixture, running) = open(CommitWait::NONE);
     let log = running.disks[0].log.clone();
     let [mut first, mut flushing, mut last] =
         [0, 1, 2].map(|_| running.disks[0].open_port().unwrap());
-    // While the first batch is under way, the leader takes the records that the flushing port waits for.
+    // While the first batch is under way, the leader takes the records that the flushing port waits
+    // for.
     write(&mut first, 1);
     assert!(!first.notify_written(11));
     let firsts = begin_batch(&running).expect("a batch");
@@ -90,7 +91,8 @@ fn a_waiter_behind_the_leaders_batch_is_notified() {
     assert!(!told, "the planted fault was not noticed");
 }
 
-/// A FLUSH whose group is in its commit delay is answered even if the leader writes a batch in the meantime.
+/// A FLUSH whose group is in its commit delay is answered even if the leader writes a batch in the
+/// meantime.
 #[test]
 fn a_commit_delay_outlives_a_batch_of_the_leader() {
     let wait = CommitWait {
@@ -112,8 +114,8 @@ fn a_commit_delay_outlives_a_batch_of_the_leader() {
     assert!(done.iter().any(|end| end.token == 12));
 }
 
-/// How many records are in batches once a second record is there, while the batch of the first is being written; `flush`: and a
-/// FLUSH waits for that.
+/// How many records are in batches once a second record is there, while the batch of the first is
+/// being written; `flush`: and a FLUSH waits for that.
 fn batched_beside_a_batch(flush: bool) -> u64 {
     let (_fixture, running) = open(CommitWait::NONE);
     let [mut first, mut second] = [0, 1].map(|_| running.disks[0].open_port().unwrap());

@@ -13,7 +13,8 @@ use crate::support::{Random, copy_killed, modify, read, restored, wait_all};
 pub(crate) const NAMES: [&str; 2] = ["a", "b"];
 pub(crate) const SECTORS: u64 = 256;
 
-/// Runs a request of one of the ports to its end. The others are served too: one may be leading a group.
+/// Runs a request of one of the ports to its end. The others are served too: one may be leading a
+/// group.
 fn run_beside(ports: &mut [Port], which: usize, operation: Operation) {
     ports[which].submit(1, operation);
     ports[which].kick();
@@ -166,7 +167,8 @@ impl Bench {
         report.checkpoint_lsn
     }
 
-    /// Every state since the horizon comes back, none before it, and the disks are as they should be now.
+    /// Every state since the horizon comes back, none before it, and the disks are as they should
+    /// be now.
     pub(crate) fn check(&self) {
         self.check_some(1);
     }

@@ -6,8 +6,8 @@ use walvisor_storage::{Retention, StoreOptions};
 
 use crate::bench::Bench;
 
-/// The base images go past a restore as a whole, however the log goes round, and never stop where they would have what it
-/// undid.
+/// The base images go past a restore as a whole, however the log goes round, and never stop where
+/// they would have what it undid.
 #[test]
 fn folds_pass_a_restore_as_a_whole() {
     for (retain, segments) in [(Retention::Bytes(256 << 10), 12), (Retention::All, 8)] {
@@ -43,7 +43,8 @@ fn folds_pass_a_restore_as_a_whole() {
     }
 }
 
-/// A checkpoint of everything ends the history, with its restores, and the slot is of the older version again.
+/// A checkpoint of everything ends the history, with its restores, and the slot is of the older
+/// version again.
 #[test]
 fn a_checkpoint_drops_the_restores() {
     let version = |bench: &Bench| {
@@ -74,7 +75,8 @@ fn a_checkpoint_drops_the_restores() {
     }
 }
 
-/// A log that keeps nothing on purpose: after a kill the disk is restored, and the next opening copies that.
+/// A log that keeps nothing on purpose: after a kill the disk is restored, and the next opening
+/// copies that.
 #[test]
 fn a_log_without_history_is_restored_after_a_kill() {
     let mut bench = Bench::new(Retention::Nothing);

@@ -43,8 +43,8 @@ fn damage_in_the_control_file_does_not_bring_back_what_was_undone() {
     bench.check();
 }
 
-/// Bytes of a record that rotted are an error of what needs them: not of the disk once they are undone, and again of a point
-/// that has them.
+/// Bytes of a record that rotted are an error of what needs them: not of the disk once they are
+/// undone, and again of a point that has them.
 #[test]
 fn rot_in_what_was_undone_is_rot_only_there() {
     let bench = Bench::new(Retention::All);
@@ -56,7 +56,8 @@ fn rot_in_what_was_undone_is_rot_only_there() {
         }
     }
     flush(&mut port);
-    // A later header tells that all before it was durable: a damaged end could be one that was never acknowledged.
+    // A later header tells that all before it was durable: a damaged end could be one that was
+    // never acknowledged.
     write(&mut port, 0, 2, 16);
     flush(&mut port);
     drop(port);

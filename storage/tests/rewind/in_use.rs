@@ -24,7 +24,8 @@ impl Bench {
     }
 }
 
-/// As of a disk that is not in use: there and back, with writes between, whatever follows: a close, a kill, or more of the same.
+/// As of a disk that is not in use: there and back, with writes between, whatever follows: a close,
+/// a kill, or more of the same.
 #[test]
 fn a_disk_goes_back_and_forth_while_its_log_is_in_use() {
     for killed in [false, true] {

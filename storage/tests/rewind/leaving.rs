@@ -8,7 +8,8 @@ use walvisor_storage::{
 use crate::bench::{Bench, SECTORS};
 use crate::support::{fill, read, write};
 
-/// A restored disk grows, but is not shrunk, given another log or taken out of its own as long as its history may come back.
+/// A restored disk grows, but is not shrunk, given another log or taken out of its own as long as
+/// its history may come back.
 #[test]
 fn a_restored_disk_is_not_shrunk_and_does_not_leave() {
     let mut bench = Bench::new(Retention::All);
@@ -45,7 +46,8 @@ fn a_restored_disk_is_not_shrunk_and_does_not_leave() {
     );
 }
 
-/// A disk that leaves a log in use takes what it is now with it; what was undone does not come back with it.
+/// A disk that leaves a log in use takes what it is now with it; what was undone does not come back
+/// with it.
 #[test]
 fn a_restored_disk_leaves_a_log_in_use_and_comes_back() {
     for to in [0, 12] {
@@ -100,7 +102,8 @@ fn what_is_discarded_does_not_come_back() {
     assert!(std::fs::read(bench.disk(1)).unwrap() == bench.states[&bench.newest][1]);
 }
 
-/// A disk without a record that counts still has its history: another image is not taken in its place.
+/// A disk without a record that counts still has its history: another image is not taken in its
+/// place.
 #[test]
 fn another_image_is_not_taken_for_a_restored_disk() {
     let mut bench = Bench::new(Retention::All);

@@ -1,4 +1,5 @@
-//! Disks that are restored in place: what they are then, what can be undone, and when it can't be any more.
+//! Disks that are restored in place: what they are then, what can be undone, and when it can't be
+//! any more.
 
 mod bench;
 mod copying;

@@ -9,8 +9,8 @@ use walvisor_storage::{
 use crate::bench::{Bench, SECTORS};
 use crate::support::copy_log;
 
-/// A restore, its undo, a restore of what was restored, and back to the base image: other disks stay as they are, and work
-/// goes on in between.
+/// A restore, its undo, a restore of what was restored, and back to the base image: other disks
+/// stay as they are, and work goes on in between.
 #[test]
 fn a_disk_goes_back_and_forth_and_the_other_stays() {
     for killed in [false, true] {
@@ -34,7 +34,8 @@ fn a_disk_goes_back_and_forth_and_the_other_stays() {
         assert!(undo.redone == done.undone && undo.undone > 0);
         bench.check();
         work(&mut bench, 10);
-        // Into the middle of what the first restore undid, of the other disk, and twice with nothing between.
+        // Into the middle of what the first restore undid, of the other disk, and twice with
+        // nothing between.
         bench.back(1, 30);
         bench.back(0, 25);
         bench.back(1, 10);

@@ -36,7 +36,8 @@ pub fn bytes() -> isize {
     BYTES.get()
 }
 
-// SAFETY: the system's allocator does all the work; counting touches no memory of it and allocates none.
+// SAFETY: the system's allocator does all the work; counting touches no memory of it and allocates
+// none.
 unsafe impl GlobalAlloc for CountingAllocator {
     unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
         CALLS.fetch_add(1, Ordering::Relaxed);

@@ -1,4 +1,5 @@
-//! The largest disk that Linux can address: its last sector ends at the limit of signed 64-bit offsets.
+//! The largest disk that Linux can address: its last sector ends at the limit of signed 64-bit
+//! offsets.
 
 use std::fs::File;
 

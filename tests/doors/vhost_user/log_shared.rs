@@ -8,8 +8,8 @@ use walvisor_guest_images::{Guest, GuestImages};
 use super::{serve, succeed, user_mode};
 use walvisor_tests::{have, images};
 
-/// Each write waits for its FLUSH, and the guest's kernel has no other FLUSH to merge it with. The storm is long
-/// enough for the guests to overlap, even if one of them starts much later.
+/// Each write waits for its FLUSH, and the guest's kernel has no other FLUSH to merge it with. The
+/// storm is long enough for the guests to overlap, even if one of them starts much later.
 const STORM: &str = "
 echo guest: ready
 fio --name=storm --filename=/dev/vda --rw=randwrite --bs=4k --size=16M --time_based --runtime=10 --fdatasync=1 --minimal >/dev/null
@@ -34,8 +34,8 @@ fn syncs_per_flush(images: &GuestImages, disks: &[&str]) -> f64 {
     let mut arguments = "--metrics metrics.txt".to_owned();
     for disk in disks {
         succeed(dir, &format!("disk create {disk}.img --size 32M --log log"));
-        // A commit group waits for other disks that are open. Otherwise, on a fast medium, FLUSHes of two guests
-        // would rarely meet.
+        // A commit group waits for other disks that are open. Otherwise, on a fast medium, FLUSHes
+        // of two guests would rarely meet.
         arguments.push_str(&format!(
             " --disk path={disk}.img,log=log,socket={disk}.sock,queues=1,commit-wait-usec=20000"
         ));
@@ -64,7 +64,8 @@ fn syncs_per_flush(images: &GuestImages, disks: &[&str]) -> f64 {
     metric(&metrics, "walvisor_log_syncs_total") / metric(&metrics, "walvisor_log_flushes_total")
 }
 
-/// The value of a metric of the log. All disks of the log report the same value, so the first one is taken.
+/// The value of a metric of the log. All disks of the log report the same value, so the first one
+/// is taken.
 fn metric(metrics: &str, name: &str) -> f64 {
     let line = metrics
         .lines()

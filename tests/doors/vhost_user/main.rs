@@ -1,4 +1,5 @@
-//! `walvisor serve vhost-user` under Linux guests of other monitors: user-mode Linux, and QEMU in full emulation.
+//! `walvisor serve vhost-user` under Linux guests of other monitors: user-mode Linux, and QEMU in
+//! full emulation.
 
 mod largest;
 mod libvirt;

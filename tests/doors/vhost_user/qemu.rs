@@ -33,8 +33,8 @@ fn a_guest_goes_on_when_its_daemon_was_killed_and_is_back() {
     });
 }
 
-/// Starts a guest on the disk at `s`. While fio runs there, kills the daemon up to `kills` times. The daemon has
-/// `option`.
+/// Starts a guest on the disk at `s`. While fio runs there, kills the daemon up to `kills` times.
+/// The daemon has `option`.
 fn goes_on(kills: u32, option: &str, start: impl FnOnce(&Path) -> Guest) {
     let dir = tempfile::tempdir().unwrap();
     let dir = dir.path();

@@ -45,7 +45,8 @@ fn a_file_system_works_and_is_in_the_image_afterwards() {
     assert_eq!(String::from_utf8_lossy(&output.stdout), "it was written\n");
 }
 
-/// Four writers, each with files of 4 KiB one after the other, print each file that fsync has acknowledged.
+/// Four writers, each with files of 4 KiB one after the other, print each file that fsync has
+/// acknowledged.
 const STORM: &str = "
 mkfs.ext4 -q /dev/vda && mount /dev/vda /mnt
 store() {

@@ -1,9 +1,11 @@
-//! A medium that fails, below a file system that caches pages. Linux reports that a page could not be written back
-//! once to each opened file. So a FLUSH tells the truth only if nobody else takes the report that its sync has to get.
+//! A medium that fails, below a file system that caches pages. Linux reports that a page could not
+//! be written back once to each opened file. So a FLUSH tells the truth only if nobody else takes
+//! the report that its sync has to get.
 //!
-//! A process writes to a disk and flushes, on ext4 or XFS, while pages of the medium below fail. It looks late at what
-//! has ended, as a thread does that serves other disks too. It is killed, what the medium has not got is lost, and
-//! another process reads the disk: what a FLUSH has acknowledged must be there.
+//! A process writes to a disk and flushes, on ext4 or XFS, while pages of the medium below fail. It
+//! looks late at what has ended, as a thread does that serves other disks too. It is killed, what
+//! the medium has not got is lost, and another process reads the disk: what a FLUSH has
+//! acknowledged must be there.
 
 use std::convert::Infallible;
 use std::fs::File;
@@ -27,7 +29,8 @@ use crate::faulty_file::MARK;
 /// A disk is written in blocks, from the first to the last.
 const BLOCK: usize = 256 << 10;
 const BLOCKS: u64 = 48;
-/// How many writes to the medium succeed before the first that fails, from and to. All blocks take more.
+/// How many writes to the medium succeed before the first that fails, from and to. All blocks take
+/// more.
 const SOUND: std::ops::Range<u64> = 12..80;
 /// How late the process looks at what has ended.
 const DELAYS: [u64; 3] = [0, 3, 20];
@@ -43,8 +46,8 @@ fn options() -> StoreOptions {
     }
 }
 
-/// Opens the disk. `waits`: a group waits a moment for a second FLUSH before its sync, as it does by itself where syncs
-/// are slow.
+/// Opens the disk. `waits`: a group waits a moment for a second FLUSH before its sync, as it does
+/// by itself where syncs are slow.
 fn open(disk: &Path, waits: bool) -> Result<Store, walvisor_storage::Error> {
     let mut options = options();
     if waits {
@@ -120,7 +123,8 @@ impl Role {
         told.split(' ').skip(1).map(str::to_owned).collect()
     }
 
-    /// Lets a reader close the disk, which copies the log to the image. Returns the error, if there is one.
+    /// Lets a reader close the disk, which copies the log to the image. Returns the error, if there
+    /// is one.
     fn close(mut self) -> Result<(), String> {
         self.orders.write_all(b"close\n").unwrap();
         let told = self.told(&["closed", "refused "]);
@@ -149,8 +153,9 @@ fn a_child_process() {
     }
 }
 
-/// Writes all blocks, and flushes now and then, until all are flushed or something fails. Tells of each FLUSH how many
-/// blocks it has acknowledged, and waits to be killed. `take`: see [`take_reports`].
+/// Writes all blocks, and flushes now and then, until all are flushed or something fails. Tells of
+/// each FLUSH how many blocks it has acknowledged, and waits to be killed. `take`: see
+/// [`take_reports`].
 fn write_and_flush(disk: &Path, round: u64, delay: Duration, take: bool) {
     // The tokens of FLUSHes follow those of writes, which are the blocks.
     const FLUSHES: u64 = 1 << 32;
@@ -215,8 +220,9 @@ fn wait_for_event(port: &Port) {
     poll(&mut event, Some(&most)).unwrap();
 }
 
-/// The fault that the tests must see. The log opens a segment twice: past the page cache, to write it and to sync it, and
-/// through the cache. A call on the file that is synced, other than the sync, takes the report that the sync has to get.
+/// The fault that the tests must see. The log opens a segment twice: past the page cache, to write
+/// it and to sync it, and through the cache. A call on the file that is synced, other than the
+/// sync, takes the report that the sync has to get.
 fn take_reports(log: &Path) {
     let opened = std::fs::read_dir("/proc/self/fd").unwrap();
     for opened in opened.map_while(Result::ok) {
@@ -235,7 +241,8 @@ fn take_reports(log: &Path) {
         let flags = i32::from_str_radix(flags.unwrap().trim(), 8).unwrap();
         if flags & libc::O_DIRECT != 0 {
             let (number, wait) = (number.parse().unwrap(), libc::SYNC_FILE_RANGE_WAIT_BEFORE);
-            // SAFETY: it changes no memory. If the store closes the file meanwhile, it fails, or waits for another.
+            // SAFETY: it changes no memory. If the store closes the file meanwhile, it fails, or
+            // waits for another.
             unsafe { libc::sync_file_range(number, 0, 0, wait) };
         }
     }
@@ -489,7 +496,8 @@ fn a_copy_to_the_image_that_fails_on_xfs_loses_nothing() {
     copies_to_the_image_fail("xfs");
 }
 
-/// A read that fails is an error of that read alone: the guest gets no wrong byte, and nothing is lost.
+/// A read that fails is an error of that read alone: the guest gets no wrong byte, and nothing is
+/// lost.
 fn reads_fail_and_heal(kind: &str) {
     let mut fs = match FailingFs::new(kind) {
         Ok(fs) => fs,
@@ -542,8 +550,8 @@ fn export(disk: &Path, copy: &Path) {
     }
 }
 
-/// A long copy is made durable in steps, and then once more. The report of a page that could not be written back comes
-/// to the first of these syncs alone.
+/// A long copy is made durable in steps, and then once more. The report of a page that could not be
+/// written back comes to the first of these syncs alone.
 #[test]
 fn a_copy_of_which_pages_fail_is_no_copy() {
     let fs = match FailingFs::new("ext4") {

@@ -70,8 +70,8 @@ impl FailingFs {
         Ok(())
     }
 
-    /// Unmounts the file system, so that nothing of it is in memory. What io_uring does for a process that was killed
-    /// ends a moment later than the process.
+    /// Unmounts the file system, so that nothing of it is in memory. What io_uring does for a
+    /// process that was killed ends a moment later than the process.
     fn unmount(&mut self) -> Result<(), String> {
         let began = Instant::now();
         while self.mounted {
@@ -86,7 +86,8 @@ impl FailingFs {
         Ok(())
     }
 
-    /// What a power cut does, after all processes have ended: what is not on the medium by now is lost.
+    /// What a power cut does, after all processes have ended: what is not on the medium by now is
+    /// lost.
     pub fn lose_power(&mut self) {
         self.medium().fail_writes(0, ALL);
         self.unmount().unwrap();

@@ -1,5 +1,6 @@
-//! A file in memory that the kernel reads and writes through FUSE, and that fails when a test says so. It speaks the
-//! kernel's protocol itself (`linux/fuse.h`): the mount point is the file, so there are no names to look up.
+//! A file in memory that the kernel reads and writes through FUSE, and that fails when a test says
+//! so. It speaks the kernel's protocol itself (`linux/fuse.h`): the mount point is the file, so
+//! there are no names to look up.
 
 use std::fs::File;
 use std::io::{Read, Write};
@@ -15,8 +16,8 @@ use rustix::fs::{FallocateFlags, MemfdFlags, fallocate, memfd_create};
 use rustix::io::Errno;
 use walvisor_testkit::process::run;
 
-/// What each sector of a disk's data begins with. Only requests that move such sectors fail: a file system whose own
-/// blocks fail stops by itself.
+/// What each sector of a disk's data begins with. Only requests that move such sectors fail: a file
+/// system whose own blocks fail stops by itself.
 pub const MARK: &[u8; 8] = b"\xdaTaMaRk\xa7";
 
 /// Most bytes that the kernel writes at once.

@@ -1,5 +1,5 @@
-//! A FUSE file system that is read and written with O_DIRECT. FUSE passes a write's `RWF_DSYNC` on as a flag at most,
-//! which most servers ignore. And a FUSE file system without holes.
+//! A FUSE file system that is read and written with O_DIRECT. FUSE passes a write's `RWF_DSYNC` on
+//! as a flag at most, which most servers ignore. And a FUSE file system without holes.
 
 use std::fs::File;
 use std::os::unix::fs::MetadataExt;

@@ -1,5 +1,5 @@
-//! The store on difficult media: ones that fail, slow ones, ones with sectors of 4 KiB, and file systems without
-//! RWF_DSYNC or holes.
+//! The store on difficult media: ones that fail, slow ones, ones with sectors of 4 KiB, and file
+//! systems without RWF_DSYNC or holes.
 
 mod failing;
 mod failing_fs;

@@ -1,4 +1,5 @@
-//! A volume with logical sectors of 4 KiB. O_DIRECT needs whole sectors, but a guest may use sectors of 512 bytes.
+//! A volume with logical sectors of 4 KiB. O_DIRECT needs whole sectors, but a guest may use
+//! sectors of 512 bytes.
 
 use std::os::unix::fs::FileExt;
 
@@ -38,7 +39,8 @@ fn sectors_of_512_bytes_are_had_on_sectors_of_4096() {
         assert_eq!(bytes[2560..4096], [round; 1536]);
         assert_eq!(bytes[17 * 512..18 * 512], [round + 10; 512]);
     }
-    // An image without a log works too. A sparse image without any data takes any read with O_DIRECT.
+    // An image without a log works too. A sparse image without any data takes any read with
+    // O_DIRECT.
     let raw = volume.top().join("raw.img");
     std::fs::File::create(&raw)
         .unwrap()

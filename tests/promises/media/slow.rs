@@ -1,6 +1,6 @@
-//! A device with slow writes, and a process that is killed with writes in flight. io_uring completes these writes
-//! after the process is gone. The next process that opens the log waits for them, so the log does not change after it
-//! was read.
+//! A device with slow writes, and a process that is killed with writes in flight. io_uring
+//! completes these writes after the process is gone. The next process that opens the log waits for
+//! them, so the log does not change after it was read.
 
 use std::io::{BufRead, BufReader};
 use std::path::Path;
@@ -34,7 +34,8 @@ fn slow_volume(fill: impl FnOnce(&Path)) -> Result<Volume, String> {
     Ok(volume)
 }
 
-/// Writes and flushes until it is killed, and prints a line before each. Each write takes [`WRITE`].
+/// Writes and flushes until it is killed, and prints a line before each. Each write takes
+/// [`WRITE`].
 fn write_until_killed(disk: &Path) {
     let log = default_log_dir(disk);
     let store = Store::open(&log, &[DiskOptions::new(disk)], &options()).unwrap();
@@ -48,8 +49,8 @@ fn write_until_killed(disk: &Path) {
     }
 }
 
-/// The content of the log. Retries while the log is locked: a process that waits for the device ends only when the
-/// device has answered.
+/// The content of the log. Retries while the log is locked: a process that waits for the device
+/// ends only when the device has answered.
 fn look(disk: &Path, log: &Path) -> LogReport {
     for _ in 0..40 {
         match inspect(disk, log) {

@@ -1,4 +1,5 @@
-//! A test's own file systems: on a loop device with a given sector size, or on a file that another program may serve.
+//! A test's own file systems: on a loop device with a given sector size, or on a file that another
+//! program may serve.
 
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};

@@ -1,12 +1,13 @@
-//! Writes to disks that have different doors, a thread for each, and checks what they hold afterwards.
+//! Writes to disks that have different doors, a thread for each, and checks what they hold
+//! afterwards.
 //!
 //! ```text
 //!   doors load STATE DISK...            until each disk fails, as when its daemon is killed
 //!   doors load STATE DISK... --writes N N writes of each disk, each with a FLUSH; a failure is an error
 //!   doors check STATE DISK...           what each disk holds is what STATE allows
 //! ```
-//! A DISK is a vhost-user socket, or a block device of this machine. STATE keeps, for each block, the contents that it may
-//! have: that of its last FLUSH, and those of later writes.
+//! A DISK is a vhost-user socket, or a block device of this machine. STATE keeps, for each block,
+//! the contents that it may have: that of its last FLUSH, and those of later writes.
 
 use std::fs::{self, File, OpenOptions};
 use std::io;

@@ -1,4 +1,5 @@
-//! Clients of an NBD server that harm whom they can, beside one that writes 4 KiB and flushes, again and again.
+//! Clients of an NBD server that harm whom they can, beside one that writes 4 KiB and flushes,
+//! again and again.
 //!
 //! ```text
 //!   hostile-nbd SOCKET EXPORT VICTIM [SECONDS]

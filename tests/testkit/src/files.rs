@@ -13,8 +13,8 @@ pub fn mark(image: &Path) -> Option<String> {
     Some(String::from_utf8(text[..len].to_vec()).expect("a text"))
 }
 
-/// Copies an image with its mark, as `cp -a` does. (Not by `cp`: between fork and exec, a child would hold the locks of every
-/// test in this process.)
+/// Copies an image with its mark, as `cp -a` does. (Not by `cp`: between fork and exec, a child
+/// would hold the locks of every test in this process.)
 pub fn copy_image(from: &Path, to: &Path) {
     std::fs::copy(from, to).expect("a copy");
     if let Some(mark) = mark(from) {
@@ -23,7 +23,8 @@ pub fn copy_image(from: &Path, to: &Path) {
     }
 }
 
-/// Copies the files of a log to an empty directory, as a crash would leave them. No checkpoint may run.
+/// Copies the files of a log to an empty directory, as a crash would leave them. No checkpoint may
+/// run.
 pub fn copy_log(from: &Path, to: &Path) {
     std::fs::copy(from.join("control"), to.join("control")).expect("a copy");
     for entry in std::fs::read_dir(from).expect("a log") {

@@ -8,18 +8,23 @@
 //!   hostile: attacks over NBD and vhost-user, and the client beside them
 //!   http: requests to a server                  random, wait, files, memory_fs
 //! ```
-//! What returns no `Result` panics if it fails, and so does a wait that takes longer than [`PATIENCE`]: the test has failed then.
+//! What returns no `Result` panics if it fails, and so does a wait that takes longer than
+//! [`PATIENCE`]: the test has failed then.
 //!
-//! It depends on `walvisor-block` only, so that unit tests of the other crates can use it too: with their own types, and not with
-//! those of a second copy of the crate.
+//! It depends on `walvisor-block` only, so that unit tests of the other crates can use it too: with
+//! their own types, and not with those of a second copy of the crate.
 //!
 //! These stay apart, on purpose:
 //!
-//! * the embedded guest's driver (`guest-images/guest`), because it has no standard library, and drives real registers;
-//! * the fuzz targets' driver (`devices/fuzz`): every byte that it writes comes from the input, and its memory has guard pages;
-//! * [`vhost_user_client`] over the crate `virtio-driver` and `walvisor/tests/serve/vhost_user/cloud_hypervisor.rs` over the crate
-//!   `vhost`: their authors read the specification on their own;
-//! * the ring of `walvisor/tests/serve/vhost_user/hostile.rs`, a page in which one request is made available over and over.
+//! * the embedded guest's driver (`guest-images/guest`), because it has no standard library, and
+//!   drives real registers;
+//! * the fuzz targets' driver (`devices/fuzz`): every byte that it writes comes from the input, and
+//!   its memory has guard pages;
+//! * [`vhost_user_client`] over the crate `virtio-driver` and
+//!   `walvisor/tests/serve/vhost_user/cloud_hypervisor.rs` over the crate `vhost`: their authors
+//!   read the specification on their own;
+//! * the ring of `walvisor/tests/serve/vhost_user/hostile.rs`, a page in which one request is made
+//!   available over and over.
 
 mod files;
 pub mod hostile;

@@ -9,8 +9,8 @@ use crate::process::run;
 pub struct MemoryFs(tempfile::TempDir);
 
 impl MemoryFs {
-    /// Mounts one without extended attributes, where images have no marks. Returns `None` if that fails, after printing
-    /// `skipped: why`.
+    /// Mounts one without extended attributes, where images have no marks. Returns `None` if that
+    /// fails, after printing `skipped: why`.
     #[must_use]
     pub fn ramfs() -> Option<Self> {
         Self::mount("ramfs", "mode=0700")
@@ -22,7 +22,8 @@ impl MemoryFs {
         Self::mount("tmpfs", options)
     }
 
-    /// Mounts the ext4 file system in the file at `image`, as `-o loop` with further `options` of mount(8), in the same way.
+    /// Mounts the ext4 file system in the file at `image`, as `-o loop` with further `options` of
+    /// mount(8), in the same way.
     #[must_use]
     pub fn ext4(image: &Path, options: &str) -> Option<Self> {
         Self::mount_from("ext4", &format!("loop,{options}"), image)
@@ -68,8 +69,8 @@ impl Drop for MemoryFs {
     }
 }
 
-/// Unmounts a file system, if it is mounted. The kernel may still hold files of a process that was killed, for a moment after
-/// its end: io_uring ends later.
+/// Unmounts a file system, if it is mounted. The kernel may still hold files of a process that was
+/// killed, for a moment after its end: io_uring ends later.
 pub fn unmount(place: &Path) {
     let place = place.to_string_lossy();
     for _ in 0..200 {

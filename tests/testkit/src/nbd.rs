@@ -1,5 +1,5 @@
-//! NBD from the client's side (the protocol's `doc/proto.md`): its messages, a client whose calls may fail, and one that sends any
-//! bytes and panics.
+//! NBD from the client's side (the protocol's `doc/proto.md`): its messages, a client whose calls
+//! may fail, and one that sends any bytes and panics.
 
 use std::io::{self, Read, Write};
 use std::os::unix::net::UnixStream;
@@ -76,7 +76,8 @@ pub fn option_reply(stream: &mut impl Read) -> io::Result<(u32, u32, Vec<u8>)> {
     Ok((option, kind, data))
 }
 
-/// Chooses an export with NBD_OPT_GO, without requests for information, and returns its transmission flags.
+/// Chooses an export with NBD_OPT_GO, without requests for information, and returns its
+/// transmission flags.
 ///
 /// # Errors
 /// If there is no such export.
@@ -175,8 +176,9 @@ impl SimpleClient {
         Ok(Self { stream })
     }
 
-    /// Carries out a command. `data` holds the data of a WRITE and receives the data of a READ, and its length is the request's
-    /// length. For other commands the length is `len`. With `fua` the request is durable when it ends.
+    /// Carries out a command. `data` holds the data of a WRITE and receives the data of a READ, and
+    /// its length is the request's length. For other commands the length is `len`. With `fua` the
+    /// request is durable when it ends.
     ///
     /// # Errors
     /// The server's error, or that there is no server any more.

@@ -1,4 +1,5 @@
-//! Programs that a test runs: each ends with the test at the latest, and each wait for one has a limit.
+//! Programs that a test runs: each ends with the test at the latest, and each wait for one has a
+//! limit.
 
 use std::io::{self, BufRead, BufReader, Read};
 use std::ops::{Deref, DerefMut};
@@ -14,12 +15,12 @@ use rustix::process::{Pid, Signal, getppid, kill_process, set_parent_process_dea
 
 use crate::wait::{PATIENCE, pause};
 
-/// Makes the kernel kill the child when the thread that started it ends for any reason, so that a failed test leaves no
-/// child behind. The child's own children are not killed.
+/// Makes the kernel kill the child when the thread that started it ends for any reason, so that a
+/// failed test leaves no child behind. The child's own children are not killed.
 pub fn leash(command: &mut Command) -> &mut Command {
     let parent = Pid::from_raw(std::process::id().cast_signed());
-    // SAFETY: between fork and exec the closure only makes two system calls, prctl and getppid. It neither allocates nor
-    // takes a lock.
+    // SAFETY: between fork and exec the closure only makes two system calls, prctl and getppid. It
+    // neither allocates nor takes a lock.
     unsafe {
         command.pre_exec(move || {
             set_parent_process_death_signal(Some(Signal::KILL))?;
@@ -136,7 +137,8 @@ pub fn program() -> &'static Path {
 /// The command for a program, to be run in `dir` and ended after two minutes.
 #[must_use]
 pub fn foreign(dir: &Path, program: impl AsRef<Path>) -> Command {
-    // The distribution's Python comes before any other: only that one has the distribution's libnbd.
+    // The distribution's Python comes before any other: only that one has the distribution's
+    // libnbd.
     let paths = std::env::var("PATH").unwrap_or_default();
     let mut command = Command::new("timeout");
     command.arg("120").arg(program.as_ref()).current_dir(dir);
@@ -221,7 +223,8 @@ pub struct Daemon {
 }
 
 impl Daemon {
-    /// Starts `walvisor serve nbd` in `dir` with the words of `arguments`, and waits until all disks are served.
+    /// Starts `walvisor serve nbd` in `dir` with the words of `arguments`, and waits until all
+    /// disks are served.
     #[track_caller]
     #[must_use]
     pub fn start(dir: &Path, arguments: &str) -> Self {
@@ -299,7 +302,8 @@ impl Daemon {
         self.child.errors()
     }
 
-    /// Stops the daemon with SIGTERM, as a service manager does, asserts that its status is 0, and returns its stderr.
+    /// Stops the daemon with SIGTERM, as a service manager does, asserts that its status is 0, and
+    /// returns its stderr.
     #[track_caller]
     pub fn stop(mut self) -> String {
         self.signal(Signal::TERM);

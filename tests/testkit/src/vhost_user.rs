@@ -1,4 +1,5 @@
-//! A vhost-user front-end that sends any bytes, also those that no library would send (`docs/interop/vhost-user.rst` of QEMU).
+//! A vhost-user front-end that sends any bytes, also those that no library would send
+//! (`docs/interop/vhost-user.rst` of QEMU).
 
 use std::fs::File;
 use std::io::{IoSlice, Read, Write};
@@ -65,7 +66,8 @@ impl FrontEnd {
         Self { socket }
     }
 
-    /// Sends bytes, which need not be a message. The back-end may have closed the connection already: the test checks for that.
+    /// Sends bytes, which need not be a message. The back-end may have closed the connection
+    /// already: the test checks for that.
     pub fn send(&mut self, bytes: &[u8]) {
         let _ = self.socket.write_all(bytes);
     }
@@ -80,7 +82,8 @@ impl FrontEnd {
         self.flagged(request, VERSION, payload, files);
     }
 
-    /// Sends a message with these flags in its header. As [`send`](Self::send) it ignores a closed connection.
+    /// Sends a message with these flags in its header. As [`send`](Self::send) it ignores a closed
+    /// connection.
     pub fn flagged(&mut self, request: u32, flags: u32, payload: &[u8], files: &[BorrowedFd<'_>]) {
         let mut bytes = header(request, payload.len() as u32).to_vec();
         bytes[4..8].copy_from_slice(&flags.to_ne_bytes());
@@ -133,7 +136,8 @@ impl FrontEnd {
         u64::from_le_bytes(bytes.try_into().expect("8 bytes"))
     }
 
-    /// Waits until the back-end closes the connection, and discards its last messages. `false`: it did not in time.
+    /// Waits until the back-end closes the connection, and discards its last messages. `false`: it
+    /// did not in time.
     pub fn is_closed(&mut self) -> bool {
         let mut rest = Vec::new();
         match self.socket.read_to_end(&mut rest) {

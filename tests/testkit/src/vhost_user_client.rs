@@ -1,4 +1,5 @@
-//! A client of `walvisor serve vhost-user`: it drives a block device from this process, as libblkio does.
+//! A client of `walvisor serve vhost-user`: it drives a block device from this process, as libblkio
+//! does.
 //!
 //! ```text
 //!   read, write, flush ─▶ virtqueue ─ kick ─▶ eventfd ─▶ daemon
@@ -61,7 +62,8 @@ impl SharedMemory {
 
 impl Drop for SharedMemory {
     fn drop(&mut self) {
-        // SAFETY: `new` made the mapping, and nothing uses it any more: the queues were dropped before it.
+        // SAFETY: `new` made the mapping, and nothing uses it any more: the queues were dropped
+        // before it.
         let unmapped = unsafe { munmap(self.address.cast(), SHARED) };
         debug_assert!(unmapped.is_ok());
     }
@@ -72,12 +74,13 @@ impl Drop for SharedMemory {
 pub struct NotificationCounts {
     /// Number of doorbells that the client rang because the device wanted them.
     pub doorbells: u64,
-    /// Number of interrupts that the device sent. Two that arrive before the client reads its eventfd count as two.
+    /// Number of interrupts that the device sent. Two that arrive before the client reads its
+    /// eventfd count as two.
     pub interrupts: u64,
 }
 
-/// A connection with some queues. Requests of a queue end in any order. A slot identifies a request and its buffer,
-/// and belongs to the caller's request until that has ended.
+/// A connection with some queues. Requests of a queue end in any order. A slot identifies a request
+/// and its buffer, and belongs to the caller's request until that has ended.
 pub struct VhostUserClient {
     queues: Vec<VirtioBlkQueue<'static, usize>>,
     transport: Box<VirtioBlkTransport>,
@@ -139,7 +142,8 @@ impl VhostUserClient {
     /// Writes `data` at byte `offset`, which is a multiple of 512.
     pub fn write(&mut self, queue: usize, slot: usize, offset: u64, data: &[u8]) {
         let buffer = self.shared.buffer(slot, data.len());
-        // SAFETY: the buffer has this length, and its slot is the caller's until the request has ended.
+        // SAFETY: the buffer has this length, and its slot is the caller's until the request has
+        // ended.
         let queued = unsafe {
             buffer.copy_from_nonoverlapping(data.as_ptr(), data.len());
             self.queues[queue].write_raw(offset, buffer, data.len(), slot)
@@ -147,11 +151,12 @@ impl VhostUserClient {
         queued.expect("room in the queue");
     }
 
-    /// Reads `len` bytes at byte `offset`, which is a multiple of 512; [`data`](Self::data) returns them when the request has
-    /// ended.
+    /// Reads `len` bytes at byte `offset`, which is a multiple of 512; [`data`](Self::data) returns
+    /// them when the request has ended.
     pub fn read(&mut self, queue: usize, slot: usize, offset: u64, len: usize) {
         let buffer = self.shared.buffer(slot, len);
-        // SAFETY: the buffer has this length, and its slot is the caller's until the request has ended.
+        // SAFETY: the buffer has this length, and its slot is the caller's until the request has
+        // ended.
         let queued = unsafe { self.queues[queue].read_raw(offset, buffer, len, slot) };
         queued.expect("room in the queue");
     }
@@ -185,7 +190,8 @@ impl VhostUserClient {
 
     /// Rings the doorbell of `queue` if the device wants it.
     pub fn kick(&mut self, queue: usize) {
-        // The available index must be visible before the client reads whether the device wants a doorbell.
+        // The available index must be visible before the client reads whether the device wants a
+        // doorbell.
         fence(Ordering::SeqCst);
         if self.queues[queue].avail_notif_needed() {
             let doorbell = self.transport.get_submission_notifier(queue);
@@ -233,8 +239,8 @@ impl VhostUserClient {
         }
     }
 
-    /// The slots of `queue` that have ended, with their status (0, or a negative errno). If there are none, an
-    /// interrupt will announce the next.
+    /// The slots of `queue` that have ended, with their status (0, or a negative errno). If there
+    /// are none, an interrupt will announce the next.
     pub fn ended(&mut self, queue: usize) -> Vec<(usize, i32)> {
         let queue = &mut self.queues[queue];
         // The request for an interrupt must be visible before the client reads the used ring.
@@ -299,8 +305,9 @@ impl VhostUserClient {
         Ok(())
     }
 
-    /// Counts doorbells and interrupts from now on. During set-up a device sends interrupts for requests that a queue
-    /// may hold. They have arrived when [`connect`](Self::connect) returns, and belong to no request.
+    /// Counts doorbells and interrupts from now on. During set-up a device sends interrupts for
+    /// requests that a queue may hold. They have arrived when [`connect`](Self::connect) returns,
+    /// and belong to no request.
     ///
     /// # Errors
     /// If an eventfd cannot be read.

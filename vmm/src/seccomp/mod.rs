@@ -134,7 +134,8 @@ pub fn restrict(mode: Seccomp, profile: SyscallProfile, opens: bool) -> Result<(
     let _ = rustix::time::clock_gettime(rustix::time::ClockId::Monotonic);
     let allowed = of_process(profile, opens).map_err(seccompiler::Error::from)?;
     // A filter cannot see the arguments of clone3, which are in memory. On ENOSYS the C library
-    // uses clone instead, and the store does without a ring. Of two filters the stricter one decides.
+    // uses clone instead, and the store does without a ring. Of two filters the stricter one
+    // decides.
     let missing = [libc::SYS_clone3, libc::SYS_io_uring_setup];
     let missing = missing.map(|call| (call, vec![])).into();
     let enosys = SeccompAction::Errno(libc::ENOSYS as u32);
@@ -361,16 +362,19 @@ mod tests {
             }
             "ring-change" => {
                 const ENABLE_RINGS: libc::c_int = 12;
-                // SAFETY: there is no such descriptor, so the kernel returns an error and does nothing.
+                // SAFETY: there is no such descriptor, so the kernel returns an error and does
+                // nothing.
                 unsafe { libc::syscall(libc::SYS_io_uring_register, -1, ENABLE_RINGS, 0, 0) };
             }
             "connect" => {
-                // SAFETY: there is no such descriptor, so the kernel returns an error and does nothing.
+                // SAFETY: there is no such descriptor, so the kernel returns an error and does
+                // nothing.
                 unsafe { libc::connect(-1, std::ptr::null(), 0) };
             }
             "splice" => {
                 let none = std::ptr::null_mut();
-                // SAFETY: there is no such descriptor, so the kernel returns an error and does nothing.
+                // SAFETY: there is no such descriptor, so the kernel returns an error and does
+                // nothing.
                 unsafe { libc::splice(-1, none, -1, none, 0, 0) };
             }
             "raw-disk" => raw_disks(),

@@ -63,7 +63,8 @@ pub struct NetworkConfig {
     pub notifications: Notifications,
 }
 
-/// The configuration of a VM. The defaults are one vCPU, 512 MiB of memory, no console, disk or network.
+/// The configuration of a VM. The defaults are one vCPU, 512 MiB of memory, no console, disk or
+/// network.
 pub struct VmBuilder {
     cpus: u8,
     memory: u64,

@@ -166,7 +166,8 @@ impl Vm {
         &self.networks
     }
 
-    /// Registers and interrupts of the devices behind virtio-mmio: the disks, then the network devices.
+    /// Registers and interrupts of the devices behind virtio-mmio: the disks, then the network
+    /// devices.
     pub fn mmio_slots(&self) -> &[MmioSlot] {
         &self.slots
     }

@@ -105,8 +105,8 @@ pub struct RunArguments {
         value_parser = DiskArgument(DiskCommand::Run)
     )]
     pub disks: Vec<DiskSpec>,
-    /// A network device: passt, tap=NAME or stream=SOCKET, and [,key=value ...]; may be given several
-    /// times; 'help' lists the keys
+    /// A network device: passt, tap=NAME or stream=SOCKET, and [,key=value ...]; may be given
+    /// several times; 'help' lists the keys
     #[arg(long = "net", value_name = "SPEC", help_heading = "Devices", value_parser = NetArgument)]
     pub networks: Vec<NetSpec>,
     /// Serial console: stdio, off or file:PATH

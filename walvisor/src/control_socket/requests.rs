@@ -481,7 +481,8 @@ impl ControlledProcess {
         Ok(json!({ "disks": done }))
     }
 
-    /// Refuses a checkpoint of a disk whose log keeps history: the checkpoint would end it for all disks of the log.
+    /// Refuses a checkpoint of a disk whose log keeps history: the checkpoint would end it for all
+    /// disks of the log.
     fn refuse_loss(&self, disk: &DiskLease) -> Result<(), ControlError> {
         let Some(logged) = logged(&*disk.backend) else {
             return Ok(());

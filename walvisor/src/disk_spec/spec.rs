@@ -168,7 +168,8 @@ pub struct DiskSpec {
     /// What writes and FLUSHes do while the log is full and cannot be emptied; `None`: as another
     /// disk of the log says, or they fail.
     pub on_full: Option<FullLogPolicy>,
-    /// Images of disks on the log that nobody uses in this process, and to which the log may copy its records of them.
+    /// Images of disks on the log that nobody uses in this process, and to which the log may copy
+    /// its records of them.
     pub detached: Vec<PathBuf>,
     /// The Unix socket at which a server offers the disk.
     pub socket: Option<PathBuf>,

@@ -4,7 +4,8 @@ use walvisor_storage::{DiskOptions, Operation, Retention, Store, StoreOptions};
 
 use crate::{done, end, json, refused, unclosed, walvisor, write};
 
-/// A disk whose log was forgotten: each command names the log, and none makes a second one or gives anything up.
+/// A disk whose log was forgotten: each command names the log, and none makes a second one or gives
+/// anything up.
 #[test]
 fn a_command_without_the_disks_log_names_it_and_changes_nothing() {
     let dir = tempfile::tempdir().unwrap();

@@ -1,5 +1,5 @@
-//! Networks of `walvisor run`, with a guest that has no driver for them: what is opened, what ends with the run, and the
-//! mistakes.
+//! Networks of `walvisor run`, with a guest that has no driver for them: what is opened, what ends
+//! with the run, and the mistakes.
 
 use std::fs;
 use std::path::PathBuf;

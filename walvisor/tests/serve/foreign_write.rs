@@ -1,5 +1,5 @@
-//! Another program writes to the image of a disk whose daemon was killed. The log's records must not be copied over that
-//! unasked.
+//! Another program writes to the image of a disk whose daemon was killed. The log's records must
+//! not be copied over that unasked.
 
 use std::fs::{self, File};
 use std::os::unix::fs::FileExt;

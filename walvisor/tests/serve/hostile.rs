@@ -262,7 +262,8 @@ fn a_client_that_never_stops_sending_does_not_delay_shutdown() {
     reader.join().unwrap();
 }
 
-/// Replies take all room while the client reads nothing; what it had asked for before goes on once it reads.
+/// Replies take all room while the client reads nothing; what it had asked for before goes on once
+/// it reads.
 #[test]
 fn reads_that_wait_for_room_go_on_once_the_client_reads() {
     const READS: u64 = 3;

@@ -475,7 +475,8 @@ fn limits_do_not_delay_a_removal() {
     assert_eq!(daemon.stop(), "");
 }
 
-/// The disk's records are still in the log, which keeps history, so the process itself has the image locked.
+/// The disk's records are still in the log, which keeps history, so the process itself has the
+/// image locked.
 #[test]
 fn a_removed_disk_is_not_added_without_its_log() {
     let dir = tempfile::tempdir().unwrap();

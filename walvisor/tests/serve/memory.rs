@@ -62,8 +62,8 @@ fn peak(daemon: &Daemon) -> u64 {
     kib << 10
 }
 
-/// A daemon with ten disks, each with a log of its own, at the socket `s`: in a cgroup of 256 MiB if
-/// there can be one, else with the limit that it would take from that.
+/// A daemon with ten disks, each with a log of its own, at the socket `s`: in a cgroup of 256 MiB
+/// if there can be one, else with the limit that it would take from that.
 fn ten_disks(dir: &Path) -> (Daemon, Option<Cgroup>) {
     let mut arguments = String::new();
     for disk in 0..10 {

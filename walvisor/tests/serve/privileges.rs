@@ -1,5 +1,5 @@
-//! What a daemon keeps of root: no capability, and with `--user` not even the user, whatever it does
-//! later.
+//! What a daemon keeps of root: no capability, and with `--user` not even the user, whatever it
+//! does later.
 
 use std::fs;
 use std::os::unix::fs::{MetadataExt, PermissionsExt, chown};

@@ -1,4 +1,5 @@
-//! A thread of a daemon that a stranger has taken over: what it could do through the rings of the process.
+//! A thread of a daemon that a stranger has taken over: what it could do through the rings of the
+//! process.
 
 use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
 use std::ptr;
@@ -8,7 +9,8 @@ use walvisor_testkit::nbd::RawClient;
 
 use super::{Daemon, create};
 
-/// struct io_uring_params (linux/io_uring.h): ten numbers, then the offsets of the parts of both queues.
+/// struct io_uring_params (linux/io_uring.h): ten numbers, then the offsets of the parts of both
+/// queues.
 #[repr(C)]
 #[derive(Default)]
 struct RingParams {
@@ -75,11 +77,13 @@ impl StolenRing {
         unsafe { self.rings.add(offset as usize).cast() }
     }
 
-    /// Submits an operation of which nothing is set but its number and descriptor, and returns its result.
+    /// Submits an operation of which nothing is set but its number and descriptor, and returns its
+    /// result.
     fn result(&self, operation: u8, descriptor: i32) -> i32 {
         let [_, sq_tail, sq_mask, _, _, _, array, ..] = self.layout.submission;
         let [_, cq_tail, cq_mask, _, _, cqes, ..] = self.layout.completion;
-        // SAFETY: the kernel's offsets lie in the mappings, and nobody else submits to an idle ring.
+        // SAFETY: the kernel's offsets lie in the mappings, and nobody else submits to an idle
+        // ring.
         unsafe {
             let tail = self.number(sq_tail).read_volatile();
             let slot = tail & self.number(sq_mask).read_volatile();

@@ -1,11 +1,11 @@
 //! An initiator that the input controls.
 //!
 //! An *input* is a byte of options (1: blocks of 4096 bytes, 2: a read-only disk, 4: writethrough,
-//! 8: a disk with atomic writes of up to 16 KiB), then steps:
-//! `0, length u8, CDB, data` starts any CDB; `1, command u8, byte 1 u8, address u8, blocks u8, data` starts a command
-//! that the server reports, with bits that the server reports for it; `2, task u8` ends one operation of a task;
-//! `3, task u8` aborts a task; `4` announces a changed capacity. *Data* is `length u8, kind u8` and, if the kind says
-//! so, bytes.
+//! 8: a disk with atomic writes of up to 16 KiB), then steps: `0, length u8, CDB, data` starts any
+//! CDB; `1, command u8, byte 1 u8, address u8, blocks u8, data` starts a command that the server
+//! reports, with bits that the server reports for it; `2, task u8` ends one operation of a task;
+//! `3, task u8` aborts a task; `4` announces a changed capacity. *Data* is `length u8, kind u8`
+//! and, if the kind says so, bytes.
 
 use std::cell::RefCell;
 use std::io;
@@ -348,7 +348,8 @@ impl Initiator {
                     }
                     other => panic!("response code {other:02x}"),
                 };
-                // NOT READY, ILLEGAL REQUEST, UNIT ATTENTION, DATA PROTECT, MISCOMPARE: a RAM disk has no others.
+                // NOT READY, ILLEGAL REQUEST, UNIT ATTENTION, DATA PROTECT, MISCOMPARE: a RAM disk
+                // has no others.
                 assert!([2, 5, 6, 7, 0xe].contains(&key), "{sense:?}");
                 refused = key != 0xe;
             }

@@ -1,5 +1,5 @@
-//! Any CDBs with any data, several commands at the same time. Each command ends with a status that the standards
-//! define, changes only what it may, and needs no more memory than the disk has.
+//! Any CDBs with any data, several commands at the same time. Each command ends with a status that
+//! the standards define, changes only what it may, and needs no more memory than the disk has.
 //!
 //! ```text
 //!   input ──▶ harness.rs ── Task::new, next, ended ──▶ server over a RAM disk

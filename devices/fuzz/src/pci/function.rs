@@ -1,5 +1,5 @@
-//! A model of the function: what a driver must read in configuration space, BARs and MSI-X (PCI Local Bus 3.0, 6.1,
-//! 6.2.5, 6.8.2; virtio 1.2, 4.1.4). Shares no code with the device.
+//! A model of the function: what a driver must read in configuration space, BARs and MSI-X (PCI
+//! Local Bus 3.0, 6.1, 6.2.5, 6.8.2; virtio 1.2, 4.1.4). Shares no code with the device.
 
 use walvisor_devices::transport::{Bar, DeviceMemory, PciTransport};
 use walvisor_devices_fuzz::guest::QUEUES;
@@ -19,7 +19,8 @@ pub const DEVICE_CONFIG: u64 = 0x2000;
 
 const SPACE: usize = 256;
 const NO_VECTOR: u16 = 0xffff;
-/// Low byte of the status register, and its bit for a pending interrupt, which the device sets and clears at any time.
+/// Low byte of the status register, and its bit for a pending interrupt, which the device sets and
+/// clears at any time.
 const STATUS_AT: usize = 6;
 const STATUS_INTERRUPT: u8 = 8;
 
@@ -94,7 +95,8 @@ impl Function {
             at = space[at + 1].into();
         }
         let mut writable = [0; SPACE];
-        // Writable bits: memory space, bus master, INTx disable, and all of the interrupt line register.
+        // Writable bits: memory space, bus master, INTx disable, and all of the interrupt line
+        // register.
         (writable[4], writable[5], writable[0x3c]) = (6, 4, 0xff);
         let bars = transport.bars();
         for bar in &bars {
@@ -131,7 +133,8 @@ impl Function {
         })
     }
 
-    /// The BAR, offset and length that an access of the configuration space reaches through the window, if any.
+    /// The BAR, offset and length that an access of the configuration space reaches through the
+    /// window, if any.
     pub fn window_of(&self, offset: u16, width: usize) -> Option<(usize, u64, usize)> {
         let (data, offset) = (self.window + 16, usize::from(offset));
         if offset >= data + 4 || offset + width <= data {
@@ -162,7 +165,8 @@ impl Function {
         }
     }
 
-    /// Compares bytes read from the configuration space. `through`: the window's data is checked elsewhere.
+    /// Compares bytes read from the configuration space. `through`: the window's data is checked
+    /// elsewhere.
     pub fn check_config(&self, offset: u16, bytes: &[u8], through: bool) {
         let data = self.window + 16..self.window + 20;
         for (at, byte) in (usize::from(offset)..).zip(bytes) {
@@ -176,7 +180,8 @@ impl Function {
         }
     }
 
-    /// Takes over the contents of the window's data register. Only the first `len` bytes may have changed.
+    /// Takes over the contents of the window's data register. Only the first `len` bytes may have
+    /// changed.
     pub fn adopt_window(&mut self, data: &[u8; 4], len: usize) {
         let register = &mut self.space[self.window + 16..][..4];
         assert_eq!(data[len..], register[len..], "the window beyond its length");

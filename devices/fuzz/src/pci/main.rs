@@ -1,9 +1,11 @@
-//! Any reads and writes of a virtio-pci function's configuration space and BARs, of any width at any offset, including
-//! its MSI-X table and the configuration access window, while its queues run. Every value read matches a model of the
-//! function, the device sends no message that the driver has not routed and unmasked, a device that is not live touches
-//! no memory, and after a reset it works and interrupts.
+//! Any reads and writes of a virtio-pci function's configuration space and BARs, of any width at
+//! any offset, including its MSI-X table and the configuration access window, while its queues run.
+//! Every value read matches a model of the function, the device sends no message that the driver
+//! has not routed and unmasked, a device that is not live touches no memory, and after a reset it
+//! works and interrupts.
 //!
-//! An *input* is a byte of options (1: a disk in writethrough mode), then steps, see `Machine::step`.
+//! An *input* is a byte of options (1: a disk in writethrough mode), then steps, see
+//! `Machine::step`.
 #![no_main]
 
 mod function;
@@ -150,7 +152,8 @@ impl Machine {
         );
     }
 
-    /// Applies the same change to model and device. Meanwhile a vector may send if it may before or after the change.
+    /// Applies the same change to model and device. Meanwhile a vector may send if it may before or
+    /// after the change.
     fn change(
         &mut self,
         model: impl FnOnce(&mut Function),
@@ -166,7 +169,8 @@ impl Machine {
         while self.function.registers.value(Register::Status) == 0 && self.status() != 0 {}
         self.router.allow(after);
         if draining {
-            // A queue cannot be enabled before its reset has ended, and the model does not know when that is.
+            // A queue cannot be enabled before its reset has ended, and the model does not know
+            // when that is.
             let mut ready = [0; 2];
             self.transport.bar_read(CONFIG_BAR, 0x1c, &mut ready);
             self.function.registers.adopt_ready(ready[0] != 0);

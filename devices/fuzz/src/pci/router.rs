@@ -8,7 +8,8 @@ use walvisor_devices::interrupt::{MsiMessage, MsiRouter};
 
 use crate::function::VECTORS;
 
-/// An address that messages can be sent to. Others are refused, as by a hypervisor that has no route to them.
+/// An address that messages can be sent to. Others are refused, as by a hypervisor that has no
+/// route to them.
 pub const VALID_ADDRESS: u32 = 0xfee0_0000;
 
 /// The message routes of the vectors.

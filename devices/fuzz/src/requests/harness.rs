@@ -1,8 +1,10 @@
 //! A driver that the input controls.
 //!
-//! An *input* is a byte of options (1: EVENT_IDX, 2: a read-only disk, 4: writethrough), then steps. A step is a request
-//! `kind u8, sector u8, sectors u8, flags u8, head and number of descriptors u8` and its descriptors `place u8, length u8,
-//! flags u8`, or 0xff, a length, and three times as many bytes for the table and the available ring.
+//! An *input* is a byte of options (1: EVENT_IDX, 2: a read-only disk, 4: writethrough), then
+//! steps. A step is a request
+//! `kind u8, sector u8, sectors u8, flags u8, head and number of descriptors u8` and its
+//! descriptors `place u8, length u8, flags u8`, or 0xff, a length, and three times as many bytes
+//! for the table and the available ring.
 
 use std::sync::{Arc, LazyLock};
 
@@ -181,7 +183,8 @@ impl Driver {
         self.index = self.index.wrapping_add(1);
         let verdict = self.model.execute(TABLE, head);
         self.publish(self.index);
-        // The device interrupts for an answer, and for DEVICE_NEEDS_RESET. libFuzzer's timeout finds a hang.
+        // The device interrupts for an answer, and for DEVICE_NEEDS_RESET. libFuzzer's timeout
+        // finds a hang.
         while self.machine.index(USED) == before && self.machine.status() & NEEDS_RESET == 0 {
             // libFuzzer's alarm may interrupt the read.
             let _ = self.irq.read();
@@ -224,8 +227,8 @@ impl Driver {
         assert_same("the disk", &self.contents(), &self.model.disk);
     }
 
-    /// Writes any bytes into the rings, their indices included. The device may do anything with them, except crash or
-    /// change the disk's size.
+    /// Writes any bytes into the rings, their indices included. The device may do anything with
+    /// them, except crash or change the disk's size.
     fn scribble(&mut self, input: &mut Input) {
         let len = usize::from(input.byte()) * 3;
         let mut bytes = vec![0; len];

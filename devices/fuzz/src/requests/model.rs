@@ -1,5 +1,6 @@
-//! A model of what a virtio-blk device does with one descriptor chain (virtio 1.2, 2.7.5 and 5.2.6; `CONFORMANCE.md`
-//! lists the choices where the specification leaves some). Shares no code with the device.
+//! A model of what a virtio-blk device does with one descriptor chain (virtio 1.2, 2.7.5 and 5.2.6;
+//! `CONFORMANCE.md` lists the choices where the specification leaves some). Shares no code with the
+//! device.
 
 use std::cmp::Ordering;
 
@@ -29,7 +30,8 @@ pub struct Model {
     pub disk: Vec<u8>,
     pub read_only: bool,
     pub memory: Vec<u8>,
-    /// Ranges (start, length) of memory whose contents are undefined: buffers of reads that failed half-way.
+    /// Ranges (start, length) of memory whose contents are undefined: buffers of reads that failed
+    /// half-way.
     pub any: Vec<(usize, usize)>,
 }
 
@@ -73,7 +75,8 @@ impl Model {
         }
     }
 
-    /// Carries out a request and returns the data for the driver. `room`: bytes that the chain has for data.
+    /// Carries out a request and returns the data for the driver. `room`: bytes that the chain has
+    /// for data.
     fn request(&mut self, readable: &[Segment], room: u64) -> Result<Option<Vec<u8>>, u8> {
         let header = chain::gather(&self.memory, readable, 0, 16).ok_or(IOERR)?;
         let kind = number(&header[..4]);

@@ -1,4 +1,5 @@
-//! A worker over a RAM disk. A socket stands in for the UIO device, with a model of the kernel at its other end.
+//! A worker over a RAM disk. A socket stands in for the UIO device, with a model of the kernel at
+//! its other end.
 
 use std::io::{Read, Write};
 use std::os::unix::net::UnixStream;
@@ -149,7 +150,8 @@ fn the_end_of_the_write_cache_is_reported_once_nothing_is_volatile() {
     let (tell, told) = std::sync::mpsc::channel();
     let hook = std::sync::Mutex::new(tell);
     host.device.on_write_cache(Box::new(move |on| {
-        // After `false` the next process would let initiators go on, so a power loss now must lose nothing.
+        // After `false` the next process would let initiators go on, so a power loss now must lose
+        // nothing.
         if !on {
             disk.power_loss();
         }

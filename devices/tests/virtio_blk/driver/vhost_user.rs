@@ -1,4 +1,5 @@
-//! Registers as a vhost-user front-end has them. This driver keeps the state that the protocol does not carry.
+//! Registers as a vhost-user front-end has them. This driver keeps the state that the protocol does
+//! not carry.
 
 use std::io::Read;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd};
@@ -162,7 +163,8 @@ impl Registers for VhostUserDriver {
         if usize::from(queue) >= self.queues.len() {
             return 0;
         }
-        // The protocol does not report the size. seg_max implies it, as a request also has a header and a status.
+        // The protocol does not report the size. seg_max implies it, as a request also has a header
+        // and a status.
         let mut bytes = [0; 4];
         self.read_config(12, &mut bytes);
         let most = u32::from_le_bytes(bytes) as u16 + 2;

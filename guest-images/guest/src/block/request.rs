@@ -173,7 +173,8 @@ impl RequestQueue {
         self.start(index, request, segments, indirect)
     }
 
-    /// Adds `request` with its data `segments` to the ring, in slot `index`. Returns whether there was room.
+    /// Adds `request` with its data `segments` to the ring, in slot `index`. Returns whether there
+    /// was room.
     pub(super) fn start(
         &mut self,
         index: usize,
@@ -216,7 +217,8 @@ impl RequestQueue {
         added
     }
 
-    /// Checks a used request's status and length; `bytes` is the length of its data if it is a read or write.
+    /// Checks a used request's status and length; `bytes` is the length of its data if it is a read
+    /// or write.
     pub(super) fn finish(
         &mut self,
         used: UsedElement,

@@ -1,4 +1,5 @@
-//! The driver that the cases use: it polls with a long time limit, and breaks any rule that a case wants broken.
+//! The driver that the cases use: it polls with a long time limit, and breaks any rule that a case
+//! wants broken.
 
 use core::arch::x86_64::_rdtsc;
 
@@ -49,7 +50,8 @@ const STATUS: usize = 16;
 
 /// Time limit in ticks of the time stamp counter, several seconds: no step takes as long.
 const PATIENCE: u64 = 30_000_000_000;
-/// The least number of status reads before a time-out: the counter goes on while the whole VMM is stopped.
+/// The least number of status reads before a time-out: the counter goes on while the whole VMM is
+/// stopped.
 const LOOKS: u32 = 20_000;
 
 /// Ticks within which anything under way arrives: a few milliseconds.
@@ -110,7 +112,8 @@ impl<'a> Bench<'a> {
         self.features >> bit & 1 != 0
     }
 
-    /// Polls until `condition` holds. Each read of the status is an exit, which lets the VMM's threads run.
+    /// Polls until `condition` holds. Each read of the status is an exit, which lets the VMM's
+    /// threads run.
     pub(super) fn wait_until(
         &mut self,
         what: &'static str,
@@ -170,15 +173,16 @@ impl<'a> Bench<'a> {
         Ok(self.transport.status() & status::FEATURES_OK != 0)
     }
 
-    /// Negotiates those of the `wanted` features that the device offers. The device must accept them.
+    /// Negotiates those of the `wanted` features that the device offers. The device must accept
+    /// them.
     pub(super) fn negotiate(&mut self, wanted: u64) -> Verdict {
         self.features = self.offered() & (wanted | 1 << feature::VERSION_1);
         let taken = self.choose(self.features)?;
         check(taken, "what was offered is refused", self.features)
     }
 
-    /// Gives an empty ring of `size` descriptors to the device as queue `index`. With EVENT_IDX the ring asks for no
-    /// interrupt; a case that waits for one sets the used event.
+    /// Gives an empty ring of `size` descriptors to the device as queue `index`. With EVENT_IDX the
+    /// ring asks for no interrupt; a case that waits for one sets the used event.
     pub(super) fn set_up(&mut self, index: u16, size: u16) -> Verdict {
         let ring = &mut self.rings[usize::from(index)];
         ring.clear(size);
@@ -228,7 +232,8 @@ impl<'a> Bench<'a> {
         self.control.read(usize::from(slot) * CONTROL + STATUS)
     }
 
-    /// Puts a request into the available ring, its descriptors from `first` on, without publishing it.
+    /// Puts a request into the available ring, its descriptors from `first` on, without publishing
+    /// it.
     pub(super) fn post(
         &mut self,
         queue: usize,
@@ -349,7 +354,8 @@ impl<'a> Bench<'a> {
         check(wrong.is_none(), "not zero at", wrong.unwrap_or(0) as u64)
     }
 
-    /// Resets the device and checks that a write, a FLUSH and a read work, whatever the case did before.
+    /// Resets the device and checks that a write, a FLUSH and a read work, whatever the case did
+    /// before.
     pub(super) fn works(&mut self) -> Verdict {
         self.start(ALL)?;
         // SAFETY: the instruction only reads a counter.

@@ -1,4 +1,5 @@
-//! Cases of a driver that breaks the rules: its offence must lead to a reset or an error, and must harm nothing else.
+//! Cases of a driver that breaks the rules: its offence must lead to a reset or an error, and must
+//! harm nothing else.
 
 use super::bench::{ALL, Bench, IOERR, OK, SECTOR, SIZE, kind};
 use super::ring::{INDIRECT, NEXT, WRITE, describe};
@@ -75,8 +76,8 @@ pub(super) const CASES: &[Case] = &[
     ("requests-in-flight-when-the-queue-breaks", breaks_in_flight),
 ];
 
-/// Commits `offence` on queue 0. The device must ask for a reset, once and with an interrupt, and must work after the
-/// reset.
+/// Commits `offence` on queue 0. The device must ask for a reset, once and with an interrupt, and
+/// must work after the reset.
 fn needs_reset(bench: &mut Bench<'_>, offence: impl FnOnce(&mut Bench<'_>)) -> Verdict {
     bench.start(ALL)?;
     bench.store(16, SECTOR, 16)?;
@@ -131,8 +132,8 @@ fn status_wraps(bench: &mut Bench<'_>) -> Verdict {
     })
 }
 
-/// A chain of one descriptor that refers to an indirect table. `place` gives the table's address and length, which
-/// are invalid.
+/// A chain of one descriptor that refers to an indirect table. `place` gives the table's address
+/// and length, which are invalid.
 fn indirect(bench: &mut Bench<'_>, place: impl FnOnce(u64, u64) -> (u64, u32)) -> Verdict {
     let (address, length) = place(bench.table.address(), bench.memory_end);
     needs_reset(bench, |bench| {

@@ -24,7 +24,8 @@ const VERSION_1: u64 = 1 << feature::VERSION_1;
 fn version_1(bench: &mut Bench<'_>) -> Verdict {
     let offered = bench.offered();
     check(offered & VERSION_1 != 0, "features", offered)?;
-    // Each feature needs its precondition (2.2.2, 5.2.5.2) and an implementation, and none lies beyond bit 63.
+    // Each feature needs its precondition (2.2.2, 5.2.5.2) and an implementation, and none lies
+    // beyond bit 63.
     let wce = offered >> feature::CONFIG_WCE & 1;
     check(
         offered >> feature::FLUSH & 1 >= wce,
@@ -223,7 +224,8 @@ fn write_cache(bench: &mut Bench<'_>) -> Verdict {
 }
 
 fn limits(bench: &mut Bench<'_>) -> Verdict {
-    // The largest queue size is read after a reset: over PCI the register later holds the chosen size.
+    // The largest queue size is read after a reset: over PCI the register later holds the chosen
+    // size.
     bench.transport.set_status(0);
     let room = bench.transport.queue_max(0);
     bench.start(ALL)?;

@@ -1,4 +1,5 @@
-//! Queues: sizes, order, notifications both ways, resets with requests in flight (virtio 1.2, 2.6, 2.7, 6).
+//! Queues: sizes, order, notifications both ways, resets with requests in flight (virtio 1.2, 2.6,
+//! 2.7, 6).
 
 use super::bench::{ALL, Bench, EVENT_IDX, OK, SECTOR, SIZE, kind};
 use super::ring::LARGEST;
@@ -88,7 +89,8 @@ fn indices_wrap(bench: &mut Bench<'_>) -> Verdict {
 fn in_order(bench: &mut Bench<'_>) -> Verdict {
     bench.start(u64::MAX)?;
     if !bench.has(feature::IN_ORDER) {
-        // Without IN_ORDER any order is right. The documentation says that it is not offered by default.
+        // Without IN_ORDER any order is right. The documentation says that it is not offered by
+        // default.
         return Ok(());
     }
     for _ in 0..20 {
@@ -165,7 +167,8 @@ fn next_doorbell(bench: &mut Bench<'_>) -> Verdict {
 fn interrupt_flag(bench: &mut Bench<'_>) -> Verdict {
     bench.start(ALL & !EVENT_IDX)?;
     bench.rings[0].set_no_interrupt(true);
-    // Without EVENT_IDX the device must ignore the event index, even one that asks for an interrupt.
+    // Without EVENT_IDX the device must ignore the event index, even one that asks for an
+    // interrupt.
     bench.rings[0].set_used_event(0);
     let seen = bench.wait_for_quiet();
     flushes(bench, 0, 8);

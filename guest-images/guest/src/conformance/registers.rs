@@ -1,4 +1,5 @@
-//! Properties of a single transport: register widths, interrupt status, MSI-X (virtio 1.2, 4.1 and 4.2).
+//! Properties of a single transport: register widths, interrupt status, MSI-X (virtio 1.2, 4.1 and
+//! 4.2).
 
 use super::bench::{ALL, Bench, EVENT_IDX, LIVE, OK, kind};
 use super::{Case, Verdict, check};
@@ -119,8 +120,9 @@ fn masked(bench: &mut Bench<'_>) -> Verdict {
     })?;
     bench.quiet();
     let count = bench.interrupts.count() - seen;
-    // The device answers the last request before it sends its interrupt, which may thus arrive after the unmasking.
-    // Only the last interrupt can be late: a queue sends a request's interrupt before it takes the next request.
+    // The device answers the last request before it sends its interrupt, which may thus arrive
+    // after the unmasking. Only the last interrupt can be late: a queue sends a request's interrupt
+    // before it takes the next request.
     check(matches!(count, 1 | 2), "interrupts once unmasked", count)?;
     check(!bench.transport.queue_pending(0), "still pending", 0)
 }

@@ -1,4 +1,5 @@
-//! A split virtqueue as plain memory (virtio 1.2, 2.7): a case can write every field, with right or wrong values.
+//! A split virtqueue as plain memory (virtio 1.2, 2.7): a case can write every field, with right or
+//! wrong values.
 
 use core::sync::atomic::{Ordering, fence};
 

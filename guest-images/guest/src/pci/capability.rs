@@ -43,8 +43,8 @@ pub struct Capabilities {
 const STATUS: u8 = 0x06;
 const STATUS_LIST: u8 = 1 << 4;
 const POINTER: u8 = 0x34;
-/// Most capabilities: the list lies after the header, and a capability takes at least four bytes. A longer list is a
-/// loop.
+/// Most capabilities: the list lies after the header, and a capability takes at least four bytes. A
+/// longer list is a loop.
 const MOST: usize = (256 - 64) / 4;
 
 const ID_VENDOR: u8 = 0x09;
@@ -59,8 +59,8 @@ const NOTIFY_LENGTH: u8 = 20;
 const MSIX_LENGTH: u8 = 12;
 
 impl Capabilities {
-    /// Walks the list. If several structures have the same type, the first one counts: the device lists them in the
-    /// order of its preference (4.1.4.1).
+    /// Walks the list. If several structures have the same type, the first one counts: the device
+    /// lists them in the order of its preference (4.1.4.1).
     ///
     /// # Errors
     /// [`Error::Pci`] if a structure is absent or the list is broken.
@@ -127,8 +127,8 @@ fn fits(at: u8, length: u8) -> bool {
     usize::from(at) + usize::from(length) <= 256
 }
 
-/// The location of the structure of the capability at `at`; `None` if the driver must ignore it (4.1.4.1: BAR numbers
-/// above 5 are reserved).
+/// The location of the structure of the capability at `at`; `None` if the driver must ignore it
+/// (4.1.4.1: BAR numbers above 5 are reserved).
 fn location(space: &impl ConfigSpace, at: u8, length: u8) -> Option<Location> {
     if !fits(at, length) || space.read8(at + 2) < length {
         return None;

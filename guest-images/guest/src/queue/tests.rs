@@ -43,8 +43,8 @@ impl Device {
         unsafe { self.used.add(offset).cast::<T>().write_volatile(value) }
     }
 
-    /// The chains made available since the last call: heads and segments. The device asks for the next doorbell
-    /// `ahead` entries after the next one.
+    /// The chains made available since the last call: heads and segments. The device asks for the
+    /// next doorbell `ahead` entries after the next one.
     fn receive(&mut self, ahead: u16) -> Vec<(u16, Vec<Segment>)> {
         let mut chains = Vec::new();
         while self.seen != Self::read::<u16>(self.available, 2) {
@@ -98,7 +98,8 @@ impl Device {
         }
         self.write(2, self.written);
         let event: u16 = Self::read(self.available, 4 + usize::from(self.size) * 2);
-        // Does not use `passes`, which is under test: checks whether the event is one of the entries just used.
+        // Does not use `passes`, which is under test: checks whether the event is one of the
+        // entries just used.
         !self.event_idx || entries(before, self.written).contains(&event)
     }
 }
@@ -127,8 +128,9 @@ fn random(state: &mut u64, below: usize) -> usize {
     (word >> 33) as usize % below
 }
 
-/// Runs many rounds, past the wrap of the 16-bit indices, completed out of order. Each request must come back once
-/// with its token, and doorbells and interrupts must come exactly when the other side asked for them.
+/// Runs many rounds, past the wrap of the 16-bit indices, completed out of order. Each request must
+/// come back once with its token, and doorbells and interrupts must come exactly when the other
+/// side asked for them.
 fn many_rounds(event_idx: bool, indirect: bool) {
     let mut arena = arena(1 << 20);
     let mut queue = Queue::new(

@@ -33,8 +33,8 @@ fn a_lone_flush_wakes_no_other_thread() {
     };
     create_disk(&disk, 1 << 20, &log, &options).unwrap();
     let mut store = Store::open(&log, &[DiskOptions::new(&disk)], &options).unwrap();
-    // The writer thread takes its first look at the log when the system lets it run. If that is after the FLUSH has
-    // begun to wait, the writer leads the group.
+    // The writer thread takes its first look at the log when the system lets it run. If that is
+    // after the FLUSH has begun to wait, the writer leads the group.
     store.writer = None;
     let mut port = store.disks()[0].open_port().unwrap();
     write(&mut port, 1).unwrap();
@@ -58,8 +58,9 @@ fn a_lone_flush_wakes_no_other_thread() {
     assert!(done[1].result.is_ok());
 }
 
-/// Promise 5: after the log fails, every waiter and all later writes and flushes get an error, reads go on, and
-/// closing reports the failure. Only reopening clears it, and then the acknowledged data is there.
+/// Promise 5: after the log fails, every waiter and all later writes and flushes get an error,
+/// reads go on, and closing reports the failure. Only reopening clears it, and then the
+/// acknowledged data is there.
 #[test]
 fn an_error_is_final_until_reopened() {
     let dir = tempfile::tempdir().unwrap();

@@ -14,8 +14,8 @@ fn batch(whole: u64) -> BatchSize {
     BatchSize { header, whole }
 }
 
-/// A ring of four files of at most five: one that a reader holds, two that are live, and a free one. The newest
-/// record in a batch is 9.
+/// A ring of four files of at most five: one that a reader holds, two that are live, and a free
+/// one. The newest record in a batch is 9.
 fn ring() -> (SegmentRing, Arc<Segment>) {
     let free = (0..4).map(|_| segment()).collect();
     let mut ring = SegmentRing::new(SIZE, (4, 5), 1, VecDeque::new(), free);
@@ -89,8 +89,8 @@ fn a_batch_waits_until_the_log_may_grow() {
     ring.check(9);
 }
 
-/// A log that keeps history frees its oldest segments in steps: those that it need not keep, or if it runs out of room
-/// as many as make a step. Nothing after a pin is freed.
+/// A log that keeps history frees its oldest segments in steps: those that it need not keep, or if
+/// it runs out of room as many as make a step. Nothing after a pin is freed.
 #[test]
 fn the_oldest_segments_expire() {
     let most = 12;
@@ -131,7 +131,8 @@ fn the_oldest_segments_expire() {
     assert!(ring.is_running_out(Retention::All) && !ring.is_running_out(kept(9)));
 }
 
-/// A batch leaves room for its segment's summary, unless it is the keeper's or the segment gets no summary.
+/// A batch leaves room for its segment's summary, unless it is the keeper's or the segment gets no
+/// summary.
 #[test]
 fn batches_leave_room_for_the_summary() {
     let header = format::header_len(8, 64);
@@ -173,7 +174,8 @@ fn batches_leave_room_for_the_summary() {
     assert!(sealed.is_none() && end + whole > size && end <= size);
 }
 
-/// Summaries that nothing writes take no memory without end, and those of retired segments are given up.
+/// Summaries that nothing writes take no memory without end, and those of retired segments are
+/// given up.
 #[test]
 fn few_summaries_are_pending() {
     let (mut ring, _reader) = ring();

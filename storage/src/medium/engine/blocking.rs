@@ -1,4 +1,5 @@
-//! The engine for kernels without io_uring: one thread for writes; reads happen in the caller's thread.
+//! The engine for kernels without io_uring: one thread for writes; reads happen in the caller's
+//! thread.
 
 use std::io;
 
@@ -32,7 +33,8 @@ impl BlockingEngine {
         }
     }
 
-    /// Hands an operation to the writer thread, which the first one starts: an engine that only reads needs none.
+    /// Hands an operation to the writer thread, which the first one starts: an engine that only
+    /// reads needs none.
     fn write(&mut self, id: u64, io: Io) -> io::Result<()> {
         let writer = match &mut self.writer {
             Some(writer) => writer,
@@ -56,7 +58,8 @@ impl WriterThread {
             .spawn(move || {
                 while let Ok((id, io)) = todo.recv() {
                     let (result, _) = run(io);
-                    // If the receiver or event is gone, its port is being dropped and no request waits.
+                    // If the receiver or event is gone, its port is being dropped and no request
+                    // waits.
                     let _ = report.send(IoCompletion { id, result });
                     event.signal();
                 }
@@ -95,7 +98,8 @@ impl Drop for WriterThread {
     fn drop(&mut self) {
         self.jobs = None;
         if let Some(thread) = self.thread.take() {
-            // The thread ends once its queue is empty; a panic of the thread has been printed already.
+            // The thread ends once its queue is empty; a panic of the thread has been printed
+            // already.
             let _ = thread.join();
         }
     }

@@ -1,4 +1,5 @@
-//! The engine for a simulated file system: each operation happens when it is submitted, in the caller's thread.
+//! The engine for a simulated file system: each operation happens when it is submitted, in the
+//! caller's thread.
 
 use crate::medium::file::{Engine, Io, IoCompletion, run};
 

@@ -7,7 +7,8 @@
 //!
 //!   the log's appends ─────▶ system calls in the thread that needs them            (medium/file.rs)
 //! ```
-//! An operation owns its buffers until it is polled as done, so none is freed while the kernel uses it.
+//! An operation owns its buffers until it is polled as done, so none is freed while the kernel uses
+//! it.
 
 mod blocking;
 #[cfg(test)]
@@ -47,7 +48,8 @@ pub(crate) fn probe(kind: EngineKind) -> io::Result<EngineKind> {
     }
 }
 
-/// Makes an engine of a probed kind that signals `event`. If there is no ring for it, it uses blocking calls.
+/// Makes an engine of a probed kind that signals `event`. If there is no ring for it, it uses
+/// blocking calls.
 pub(crate) fn create(kind: EngineKind, event: &Event) -> io::Result<Box<dyn Engine>> {
     if kind != EngineKind::Blocking
         && let Ok(engine) = uring::UringEngine::new(event)

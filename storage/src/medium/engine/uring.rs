@@ -24,7 +24,8 @@ struct InFlightIo {
 #[derive(Default)]
 struct IoVecs(Vec<libc::iovec>);
 
-// SAFETY: the pointers point into buffers that the operation owns, which are `Send`; nothing else uses them.
+// SAFETY: the pointers point into buffers that the operation owns, which are `Send`; nothing else
+// uses them.
 unsafe impl Send for IoVecs {}
 
 /// See the module's documentation.
@@ -33,7 +34,8 @@ pub(super) struct UringEngine {
     done: Vec<IoCompletion>,
     /// Memory for the slices of the next operations.
     slices: Vec<IoVecs>,
-    /// Signalled for operations that end while they are submitted; the ring signals it for all others.
+    /// Signalled for operations that end while they are submitted; the ring signals it for all
+    /// others.
     event: Event,
 }
 
@@ -63,8 +65,8 @@ impl UringEngine {
     }
 }
 
-/// Ends an operation that has moved `moved` bytes. Too few is not an error: plain calls do the rest, or report why they
-/// can't.
+/// Ends an operation that has moved `moved` bytes. Too few is not an error: plain calls do the
+/// rest, or report why they can't.
 fn end(io: Io, moved: usize) -> io::Result<Option<Buffer>> {
     match io {
         Io::Read { buffer, .. } if moved == buffer.len() => Ok(Some(buffer)),
@@ -117,7 +119,8 @@ impl Engine for UringEngine {
                 return self.done.push(IoCompletion { id, result });
             }
         };
-        // SAFETY: the operation owns its file, its buffers and its slices, all of them behind pointers.
+        // SAFETY: the operation owns its file, its buffers and its slices, all of them behind
+        // pointers.
         unsafe { self.ring.submit(InFlightIo { id, io, slices }, entry) };
     }
 
@@ -143,8 +146,8 @@ mod tests {
     use crate::medium::file::{DataFile, ReadSource};
     use crate::sync::Arc;
 
-    /// An operation that was interrupted, or for which the kernel had no memory, is still carried out; any other error
-    /// is reported.
+    /// An operation that was interrupted, or for which the kernel had no memory, is still carried
+    /// out; any other error is reported.
     #[test]
     fn an_interrupted_operation_is_carried_out_by_plain_calls() {
         if let Err(error) = crate::medium::io_ring::probe() {

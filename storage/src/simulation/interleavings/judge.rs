@@ -23,23 +23,24 @@ enum OpenRequest {
     },
     /// For each client, how many of its writes must survive if the FLUSH succeeds.
     Flush(Vec<usize>),
-    /// `since`: how many writes of the client came before the read; `None` if a full log may hold one of those
-    /// back.
+    /// `since`: how many writes of the client came before the read; `None` if a full log may hold
+    /// one of those back.
     Read {
         client: usize,
         since: Option<usize>,
     },
 }
 
-/// What all threads report, one after the other. Shuttle runs them on one thread, so the lock never blocks and no
-/// switch happens under it.
+/// What all threads report, one after the other. Shuttle runs them on one thread, so the lock never
+/// blocks and no switch happens under it.
 pub(super) struct Judge {
     pub plan: Plan,
     /// Counts events.
     now: u64,
     /// The writes of each client, in order.
     writes: Vec<Vec<PlannedWrite>>,
-    /// For each client, how many of its writes must survive; `kill_floor`: how many if only the process ends.
+    /// For each client, how many of its writes must survive; `kill_floor`: how many if only the
+    /// process ends.
     floor: Vec<usize>,
     kill_floor: Vec<usize>,
     open: HashMap<u64, (u64, OpenRequest)>,
@@ -96,8 +97,8 @@ impl Judge {
         self.broken.get_or_insert(broken);
     }
 
-    /// Whether to ask the port to complete this request only once it is written: `true` at most once for each
-    /// token.
+    /// Whether to ask the port to complete this request only once it is written: `true` at most
+    /// once for each token.
     pub(super) fn asks(&mut self, token: u64) -> bool {
         let write = matches!(self.open.get(&token), Some((_, OpenRequest::Write { .. })));
         write && self.plan.written && self.asked.insert(token)
@@ -148,8 +149,8 @@ impl Judge {
             }
             Step::Read => {
                 let writes = &self.writes[client];
-                // The client's own writes all came before the read, but those that a full log holds back are not
-                // applied yet.
+                // The client's own writes all came before the read, but those that a full log holds
+                // back are not applied yet.
                 let certain = writes.iter().all(|write| write.ended.is_some());
                 let since = certain.then_some(writes.len());
                 let operation = Operation::Read {
@@ -165,7 +166,8 @@ impl Judge {
         Some((self.next_token, operation))
     }
 
-    /// Records the end of a request. Returns whether power is to be lost, or the process killed, now.
+    /// Records the end of a request. Returns whether power is to be lost, or the process killed,
+    /// now.
     pub(super) fn end(&mut self, completion: Completion, good: bool, log_failed: bool) -> bool {
         self.now += 1;
         let Completion { token, result } = completion;
@@ -243,7 +245,8 @@ impl Judge {
         }
     }
 
-    /// Judges what was found after a crash, or after closing (`whole`: then nothing may be missing).
+    /// Judges what was found after a crash, or after closing (`whole`: then nothing may be
+    /// missing).
     pub(super) fn judge(&self, found: &DiskContents, whole: bool) -> Result<(), Violation> {
         let mut kept = Vec::new();
         for (client, Client { disk, first, .. }) in self.plan.clients.iter().enumerate() {

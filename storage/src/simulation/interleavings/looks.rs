@@ -1,5 +1,5 @@
-//! Looks at a disk in use beside folds: threads that open looks, read them and end them, while the keeper folds segments and
-//! writers use them again.
+//! Looks at a disk in use beside folds: threads that open looks, read them and end them, while the
+//! keeper folds segments and writers use them again.
 
 use walvisor_testkit::Random;
 
@@ -120,7 +120,8 @@ fn look(disk: &Disk, mut random: Random, durable: &AtomicU64) -> Result<Totals, 
                 "a look at {at} shows {first:?}, after LSN {before}"
             ));
         }
-        // The look stays while the log goes on; a log that is full of it refuses writes, which end then.
+        // The look stays while the log goes on; a log that is full of it refuses writes, which end
+        // then.
         let until = before + random.below(10);
         for _ in 0..2000 {
             if durable.load(Ordering::Acquire) >= until {

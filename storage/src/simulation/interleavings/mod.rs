@@ -1,16 +1,21 @@
 //! The commit protocol under a scheduler that decides every switch between threads.
 //!
-//! Each *run* follows from one seed: a plan (who submits what on which disk, whether and where power is lost, a
-//! sync or write-back fails, a port leaves or a thread ends with requests in flight, the store closes
-//! early) and a schedule. Threads, locks and events are those of `shuttle` ([`crate::sync`]), which
-//! reports a run in which every thread waits. It assumes sequential consistency. The judge sees only requests and their ends, so it can judge any protocol:
+//! Each *run* follows from one seed: a plan (who submits what on which disk, whether and where
+//! power is lost, a sync or write-back fails, a port leaves or a thread ends with requests in
+//! flight, the store closes early) and a schedule. Threads, locks and events are those of `shuttle`
+//! ([`crate::sync`]), which reports a run in which every thread waits. It assumes sequential
+//! consistency. The judge sees only requests and their ends, so it can judge any protocol:
 //!
 //! - every request of a port that stays ends exactly once;
-//! - data that a successful FLUSH covers survives a power cut at the very moment the FLUSH completes;
-//! - where writes complete once they are written, they survive a kill at the very moment they complete;
-//! - the data that survives is a prefix: no request survives that was submitted after the end of a lost one;
-//! - a request fails only if the medium failed or the store was closed. Once the log itself has failed, every later
-//!   FLUSH and WRITE fails (if only room can't be made, requests that need none succeed);
+//! - data that a successful FLUSH covers survives a power cut at the very moment the FLUSH
+//!   completes;
+//! - where writes complete once they are written, they survive a kill at the very moment they
+//!   complete;
+//! - the data that survives is a prefix: no request survives that was submitted after the end of a
+//!   lost one;
+//! - a request fails only if the medium failed or the store was closed. Once the log itself has
+//!   failed, every later FLUSH and WRITE fails (if only room can't be made, requests that need none
+//!   succeed);
 //! - a clean close, with or without ports still at work, leaves everything in the base images;
 //! - a port that is not polled holds up no other: the others' requests end while it stands still.
 
@@ -380,8 +385,8 @@ fn explore_all(choice: ScheduleChoice) {
     }
 }
 
-/// `WALVISOR_SEED=N` replays one run; `WALVISOR_INTERLEAVINGS=N` runs more or fewer; with both, N runs from that
-/// seed on.
+/// `WALVISOR_SEED=N` replays one run; `WALVISOR_INTERLEAVINGS=N` runs more or fewer; with both, N
+/// runs from that seed on.
 #[test]
 fn random_schedules_keep_the_promises() {
     explore_all(ScheduleChoice::Random);
@@ -416,7 +421,8 @@ fn every_planted_fault_of_the_protocol_is_noticed_in_interleavings() {
                 .into_iter()
                 .find_map(|choice| {
                     let broken = explore(choice, seed, run).err()?;
-                    // Shuttle notices a thread that waits forever, and panics. No other panic counts.
+                    // Shuttle notices a thread that waits forever, and panics. No other panic
+                    // counts.
                     let counts = !broken.starts_with(PANICKED)
                         || ENDLESS.iter().any(|panic| broken.contains(panic));
                     counts.then_some((choice, seed, broken))

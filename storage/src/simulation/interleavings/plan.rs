@@ -33,7 +33,8 @@ pub(super) struct Client {
     pub leaves: bool,
     /// Whether its thread runs quick syncs itself.
     pub alone: bool,
-    /// Whether it submits its requests, and does not look at its port again before all others have ended.
+    /// Whether it submits its requests, and does not look at its port again before all others have
+    /// ended.
     pub stalls: bool,
     /// From this step on, its thread ends as soon as a request is in flight, and its port with it.
     /// It does not unwind: `shuttle` runs all threads on one, and others would seem to panic too.

@@ -1,5 +1,5 @@
-//! A client of a disk. It runs operations that a seed determines, in its own region, and records each state of the
-//! region.
+//! A client of a disk. It runs operations that a seed determines, in its own region, and records
+//! each state of the region.
 
 use std::io;
 use std::path::Path;
@@ -78,8 +78,8 @@ impl Client {
         }
     }
 
-    /// Connects, reads the region, and makes its state durable. After a kill the client continues from the state that
-    /// it reads.
+    /// Connects, reads the region, and makes its state durable. After a kill the client continues
+    /// from the state that it reads.
     pub fn connect(&mut self, socket: &Path, marks: &LogWrites) -> io::Result<SimpleClient> {
         let mut nbd = SimpleClient::connect(socket, &self.chain.disk)?;
         let (at, len) = (self.chain.offset as u64, self.chain.len);
@@ -142,7 +142,8 @@ impl Client {
             random.fill(&mut data);
         }
         self.region[at..at + len].copy_from_slice(&data);
-        // The state is recorded before the request is sent: the write may take effect without an answer.
+        // The state is recorded before the request is sent: the write may take effect without an
+        // answer.
         let (hash, last) = (hash(&self.region), self.chain.states.last());
         let unchanged = last.filter(|state| state.hash == hash);
         self.chain.states.push(State {

@@ -1,5 +1,5 @@
-//! A dm-log-writes device. It also copies each write to a log, in the order in which the writes became durable. A
-//! program can put marks between them.
+//! A dm-log-writes device. It also copies each write to a log, in the order in which the writes
+//! became durable. A program can put marks between them.
 
 use std::fs::File;
 use std::io;
@@ -26,8 +26,8 @@ pub struct LogWrites {
 }
 
 impl LogWrites {
-    /// Creates the device over the block device `data` of `sectors` sectors of 512 bytes, with its log on the block
-    /// device `log`.
+    /// Creates the device over the block device `data` of `sectors` sectors of 512 bytes, with its
+    /// log on the block device `log`.
     pub fn create(data: &Path, sectors: u64, log: &Path) -> io::Result<Self> {
         let mut control = File::options();
         control.read(true).write(true);
@@ -53,7 +53,8 @@ impl LogWrites {
         PathBuf::from("/dev/dm-0")
     }
 
-    /// Puts a mark into the log, after everything that is durable now. `text` must not contain spaces.
+    /// Puts a mark into the log, after everything that is durable now. `text` must not contain
+    /// spaces.
     pub fn mark(&self, text: &str) -> io::Result<()> {
         // The message begins with a sector, which selects the target.
         let mut message = vec![0; 8];
@@ -78,7 +79,8 @@ impl LogWrites {
         request.extend(data);
         request.resize(size, 0);
         let code = nix::request_code_readwrite!(0xfd, number, HEADER);
-        // SAFETY: the kernel reads and writes at most as many bytes as the request's size field states.
+        // SAFETY: the kernel reads and writes at most as many bytes as the request's size field
+        // states.
         let done = unsafe { libc::ioctl(self.control.as_raw_fd(), code, request.as_mut_ptr()) };
         match done {
             0 => Ok(()),

@@ -1,5 +1,6 @@
-//! Programs that run as if a line of their code were missing: one kind of sync does nothing and reports success. The
-//! programs themselves are unchanged: a seccomp filter stops them at their syncs, and a tracer skips some of these.
+//! Programs that run as if a line of their code were missing: one kind of sync does nothing and
+//! reports success. The programs themselves are unchanged: a seccomp filter stops them at their
+//! syncs, and a tracer skips some of these.
 
 use std::collections::BTreeMap;
 use std::io;
@@ -75,7 +76,8 @@ impl Program {
     pub fn start(mut command: Command, conditions: Conditions) -> io::Result<Self> {
         let filter = filter(conditions).map_err(io::Error::other)?;
         let traced = conditions.fault.is_some();
-        // SAFETY: the closure makes only system calls and takes no lock: the filter was compiled before the fork.
+        // SAFETY: the closure makes only system calls and takes no lock: the filter was compiled
+        // before the fork.
         unsafe {
             command.pre_exec(move || {
                 if traced {
@@ -89,8 +91,8 @@ impl Program {
             });
         }
         let (sender, started) = std::sync::mpsc::channel();
-        // Only the thread that starts a traced program can trace it. So each program has a thread of its own while it
-        // runs.
+        // Only the thread that starts a traced program can trace it. So each program has a thread
+        // of its own while it runs.
         let tracer = thread::spawn(move || {
             let mut child = match command.spawn() {
                 Ok(child) => child,
@@ -163,14 +165,16 @@ fn trace(program: Pid, fault: Fault) -> io::Result<i32> {
     loop {
         // The call fails if the program was killed meanwhile. The wait below then returns its end.
         let _ = ptrace::cont(resume.0, resume.1);
-        // Waits for the program's threads too, but not for children of other threads of this process.
+        // Waits for the program's threads too, but not for children of other threads of this
+        // process.
         let flags = WaitPidFlag::__WALL | WaitPidFlag::__WNOTHREAD;
         resume = match waitpid(None, Some(flags))? {
             WaitStatus::Exited(pid, status) if pid == program => return Ok(status),
             WaitStatus::Signaled(pid, ..) if pid == program => return Ok(-1),
             WaitStatus::PtraceEvent(pid, _, event) => {
                 if event == libc::PTRACE_EVENT_SECCOMP {
-                    // The call fails if the program was killed meanwhile: it has no registers any more.
+                    // The call fails if the program was killed meanwhile: it has no registers any
+                    // more.
                     let _ = leave_out(pid, fault);
                 }
                 (pid, None)

@@ -1,17 +1,19 @@
 //! The history of the clients' operations, against which any state of a disk can be judged.
 //!
-//! Each client has a region of a disk to itself and one operation in flight. So its region has a chain of states, one
-//! after each operation. After a power cut the region must be in exactly one of these states, at or after the last
-//! acknowledged one. All clients of a log together must be at a prefix of their operations.
+//! Each client has a region of a disk to itself and one operation in flight. So its region has a
+//! chain of states, one after each operation. After a power cut the region must be in exactly one
+//! of these states, at or after the last acknowledged one. All clients of a log together must be at
+//! a prefix of their operations.
 
 use std::collections::{BTreeMap, HashMap};
 use std::fmt::Write as _;
 use std::hash::{DefaultHasher, Hasher};
 use std::io;
 
-/// A state of a region, and the operation that made it. All clients share one logical clock for the times of the
-/// request and the answer. An operation that changes nothing, such as zeroing zeroes, need not reach the disk. It
-/// then has the request time of the operation that made the unchanged state.
+/// A state of a region, and the operation that made it. All clients share one logical clock for the
+/// times of the request and the answer. An operation that changes nothing, such as zeroing zeroes,
+/// need not reach the disk. It then has the request time of the operation that made the unchanged
+/// state.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct State {
     /// The hash of the region's bytes.
@@ -46,8 +48,8 @@ impl Chain {
     }
 }
 
-/// Whether the states found of two clients of a log can belong to one prefix: every operation of `one` that was
-/// answered before `other` asked for its last operation must be there.
+/// Whether the states found of two clients of a log can belong to one prefix: every operation of
+/// `one` that was answered before `other` asked for its last operation must be there.
 pub fn in_order(one: &Chain, last: usize, other: &Chain, first: usize) -> bool {
     let asked = other.states[first].asked;
     one.states[last + 1..]
@@ -237,8 +239,8 @@ mod tests {
         assert_eq!(one.find(1, 5), Some((2, 2)));
         assert_eq!(one.find(2, 6), None);
         let other = chain(&[(1, 0, 0), (2, 3, 5), (3, 8, 9)]);
-        // The other's second operation was requested after this chain's first operation had ended, and before its
-        // second had.
+        // The other's second operation was requested after this chain's first operation had ended,
+        // and before its second had.
         assert!(!in_order(&one, 0, &other, 1) && in_order(&one, 1, &other, 1));
         assert!(!in_order(&one, 1, &other, 2) && in_order(&one, 2, &other, 2));
         assert!(in_order(&one, 0, &other, 0));

@@ -1,5 +1,5 @@
-//! Judges a power cut: the file system recovers, `disk check`, `disk export` and `disk checkpoint` run, and the
-//! results are compared with every promise.
+//! Judges a power cut: the file system recovers, `disk check`, `disk export` and `disk checkpoint`
+//! run, and the results are compared with every promise.
 
 use std::collections::BTreeMap;
 use std::ffi::OsStr;
@@ -32,8 +32,8 @@ pub struct Judge<'a> {
 }
 
 impl Judge<'_> {
-    /// Judges points, in the order of [`Point::place`], and passes the violations of each to `each`, until `each`
-    /// returns `false`.
+    /// Judges points, in the order of [`Point::place`], and passes the violations of each to
+    /// `each`, until `each` returns `false`.
     pub fn judge(
         &self,
         points: &[Point],
@@ -150,7 +150,8 @@ impl Judge<'_> {
                 ))
             ));
         }
-        // Beyond the clients' regions the disk is as it was made, and a range that was cut off once stays zero.
+        // Beyond the clients' regions the disk is as it was made, and a range that was cut off once
+        // stays zero.
         let made = match name {
             "b.img" | "d.img" | "e.img" => imported(self.history.seed),
             _ => Vec::new(),

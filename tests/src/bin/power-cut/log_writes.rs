@@ -1,8 +1,10 @@
-//! The log of dm-log-writes, in the format of the kernel's documentation (`device-mapper/log-writes`): a super block,
-//! then the entries. An entry is a sector that describes it, followed by its data.
+//! The log of dm-log-writes, in the format of the kernel's documentation
+//! (`device-mapper/log-writes`): a super block, then the entries. An entry is a sector that
+//! describes it, followed by its data.
 //!
-//! The entries are in the order in which the writes became durable. A write with FUA has its place where it ended, a
-//! plain write before the first FLUSH that was submitted after the write had ended.
+//! The entries are in the order in which the writes became durable. A write with FUA has its place
+//! where it ended, a plain write before the first FLUSH that was submitted after the write had
+//! ended.
 
 use std::fs::File;
 use std::io;

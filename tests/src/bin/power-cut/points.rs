@@ -18,8 +18,8 @@ pub enum Kind {
     After,
     /// Some sectors of the entry: the power goes during this write.
     Within,
-    /// The power goes right before the entry, a FLUSH. The medium holds the writes with FUA, and some of the other
-    /// writes that ended since the previous FLUSH.
+    /// The power goes right before the entry, a FLUSH. The medium holds the writes with FUA, and
+    /// some of the other writes that ended since the previous FLUSH.
     Window,
 }
 
@@ -74,7 +74,8 @@ impl Point {
         (self.whole(entries), self.entry)
     }
 
-    /// Number of the log's first entries that had happened. The promises that these entries made must hold.
+    /// Number of the log's first entries that had happened. The promises that these entries made
+    /// must hold.
     pub fn happened(&self) -> usize {
         match self.kind {
             Kind::After => self.entry + 1,
@@ -120,7 +121,8 @@ impl CutPlaces {
         }
     }
 
-    /// `count` power cuts. Of eight, three are windows, and three come right after a durable entry or a mark.
+    /// `count` power cuts. Of eight, three are windows, and three come right after a durable entry
+    /// or a mark.
     pub fn some(&self, count: usize, random: &mut Random) -> Vec<Point> {
         let point = |number: usize| {
             let (kind, from) = match number % 8 {
@@ -170,7 +172,8 @@ impl<'a> Medium<'a> {
         }
     }
 
-    /// Writes the content after a power cut at `point` to `device`. Points must come in the order of [`Point::place`].
+    /// Writes the content after a power cut at `point` to `device`. Points must come in the order
+    /// of [`Point::place`].
     pub fn present(&mut self, point: &Point, device: &Path) -> io::Result<()> {
         let entries = &self.log.entries;
         let whole = point.whole(entries);
@@ -196,7 +199,8 @@ impl<'a> Medium<'a> {
                 self.put(offset, data);
             }
         }
-        // Bypasses the page cache: the file system that is mounted from the device next has a cache of its own.
+        // Bypasses the page cache: the file system that is mounted from the device next has a cache
+        // of its own.
         let mut options = File::options();
         options.write(true).custom_flags(libc::O_DIRECT);
         let mut file = options.open(device)?;
@@ -215,7 +219,8 @@ impl<'a> Medium<'a> {
     }
 }
 
-/// The parts of a write that are on the medium: all of a `durable` write; all, none or some sectors of another.
+/// The parts of a write that are on the medium: all of a `durable` write; all, none or some sectors
+/// of another.
 fn survivors<'a>(
     entry: &Entry,
     data: &'a [u8],

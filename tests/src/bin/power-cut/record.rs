@@ -1,5 +1,5 @@
-//! Records a machine's life through dm-log-writes. Disks on logs of small segments are made, imported, served,
-//! killed, served again, closed, resized, and served once more.
+//! Records a machine's life through dm-log-writes. Disks on logs of small segments are made,
+//! imported, served, killed, served again, closed, resized, and served once more.
 
 use std::io;
 use std::path::{Path, PathBuf};
@@ -30,7 +30,8 @@ const RAW: &str = "/run/raw";
 
 const KIB: usize = 1 << 10;
 const MIB: usize = 1 << 20;
-/// Bytes of each client's region. The regions of a disk's clients follow each other from the disk's start.
+/// Bytes of each client's region. The regions of a disk's clients follow each other from the disk's
+/// start.
 const REGION: usize = 128 * KIB;
 /// Bytes of the file that `b.img` is imported from, and of the disk after it was shrunk.
 const IMPORTED: usize = 3 * MIB;
@@ -68,7 +69,8 @@ pub fn log_of(name: &str) -> PathBuf {
     image(if name == "d.img" { "d.log" } else { "log" })
 }
 
-/// Makes `a.img` or `d.img`, and a log of small segments. `power-cut make` calls this in a process of its own.
+/// Makes `a.img` or `d.img`, and a log of small segments. `power-cut make` calls this in a process
+/// of its own.
 pub fn make(name: &str) -> io::Result<()> {
     let (path, log) = (image(name), log_of(name));
     let options = |max_segments| StoreOptions {
@@ -78,8 +80,9 @@ pub fn make(name: &str) -> io::Result<()> {
     };
     let made = match name {
         "a.img" => create_disk(&path, 4 * MIB as u64, &log, &options(8)),
-        // The whole image is allocated, so no checkpoint makes the file system commit its metadata of other files.
-        // The log has the fewest segments: soon the last is in use, and then no further segment is made.
+        // The whole image is allocated, so no checkpoint makes the file system commit its metadata
+        // of other files. The log has the fewest segments: soon the last is in use, and then no
+        // further segment is made.
         _ => import_disk(&path, Path::new(RAW), &log, &options(4), &mut |_, _| {}).map(drop),
     };
     made.map_err(io::Error::other)
@@ -169,7 +172,8 @@ impl Recorder<'_> {
         command.stdin(Stdio::null()).stdout(Stdio::null());
         let what = format!("{command:?}");
         let mut conditions = self.plan.conditions;
-        // Without these syncs the log or the image itself would be lost, which the judge finds whatever checkpoints do.
+        // Without these syncs the log or the image itself would be lost, which the judge finds
+        // whatever checkpoints do.
         if matches!(conditions.fault, Some(Fault::Control | Fault::Base)) {
             conditions.fault = None;
         }
@@ -209,11 +213,13 @@ impl Recorder<'_> {
         let contents = imported(self.plan.seed);
         std::fs::write(RAW, &contents)?;
         self.make("d.img", IMPORTED)?;
-        // A single client: no sync for other clients makes its writes durable. All its data fits into the first
-        // segment. Writes that the disk answers from memory go to the log at a FLUSH, in one durable write.
+        // A single client: no sync for other clients makes its writes durable. All its data fits
+        // into the first segment. Writes that the disk answers from memory go to the log at a
+        // FLUSH, in one durable write.
         self.add_clients("d.img", &contents, &[Commits]);
         self.serve(&["d.img,answer=memory"], ALONE, false)?;
-        // The last segment is made and used, with no other operation that makes the file system commit.
+        // The last segment is made and used, with no other operation that makes the file system
+        // commit.
         self.add_clients("d.img", &contents, &[Streams, Streams]);
         self.serve(&["d.img"], self.plan.operations, false)?;
 
@@ -257,8 +263,9 @@ impl Recorder<'_> {
         )
     }
 
-    /// Serves these disks, each with the options on its line. Each client runs so many `operations`, with checkpoints
-    /// meanwhile. The daemon stops when all are done, or is killed when two thirds are.
+    /// Serves these disks, each with the options on its line. Each client runs so many
+    /// `operations`, with checkpoints meanwhile. The daemon stops when all are done, or is killed
+    /// when two thirds are.
     fn serve(&mut self, disks: &[&str], operations: usize, killed: bool) -> io::Result<()> {
         let mut command = self.walvisor("serve nbd --control");
         command

@@ -1,5 +1,6 @@
-//! A virtio-blk driver. It does what a guest's driver does and does not know the device's implementation. It uses registers
-//! through a transport, rings and buffers in guest memory, doorbells and interrupts.
+//! A virtio-blk driver. It does what a guest's driver does and does not know the device's
+//! implementation. It uses registers through a transport, rings and buffers in guest memory,
+//! doorbells and interrupts.
 
 use std::mem::ManuallyDrop;
 use std::sync::Arc;
@@ -36,8 +37,8 @@ pub struct BlockDriver<M> {
 
 impl<M> Drop for BlockDriver<M> {
     fn drop(&mut self) {
-        // Dropping a device drains it. After a test has failed no thread may be left to end its requests, so the
-        // device is leaked.
+        // Dropping a device drains it. After a test has failed no thread may be left to end its
+        // requests, so the device is leaked.
         if !std::thread::panicking() {
             // SAFETY: the field is not used again.
             unsafe { ManuallyDrop::drop(&mut self.registers) }
@@ -160,7 +161,8 @@ impl<M> BlockDriver<M> {
         PostedRequest { head, ..posted }
     }
 
-    /// Writes a request's bytes into fresh guest memory: readable and writable part, each without a gap.
+    /// Writes a request's bytes into fresh guest memory: readable and writable part, each without a
+    /// gap.
     pub fn lay_out(
         &self,
         kind: u32,

@@ -1,4 +1,5 @@
-//! The driver's half of virtio 1.2: a block device's driver, over any transport that implements [`Registers`].
+//! The driver's half of virtio 1.2: a block device's driver, over any transport that implements
+//! [`Registers`].
 
 mod driver;
 mod ring;
@@ -39,8 +40,8 @@ pub const REGION: u64 = 32 << 20;
 /// The end of [`guest_memory`].
 pub const MEMORY_END: u64 = 2 * REGION;
 
-/// Guest memory: two adjacent regions, so that a buffer can lie across their border, and nothing after them. It is backed by a
-/// file, so that it can be shared.
+/// Guest memory: two adjacent regions, so that a buffer can lie across their border, and nothing
+/// after them. It is backed by a file, so that it can be shared.
 #[must_use]
 pub fn guest_memory() -> Memory {
     let file = Arc::new(vhost_user::memory(MEMORY_END));

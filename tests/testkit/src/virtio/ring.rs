@@ -201,7 +201,8 @@ impl Ring {
         self.load(self.used)
     }
 
-    /// The descriptor table and the available ring with its event index, which only the driver may write.
+    /// The descriptor table and the available ring with its event index, which only the driver may
+    /// write.
     pub fn driver_bytes(&self) -> Vec<u8> {
         let n = usize::from(self.size);
         let mut bytes = vec![0; n * 16 + 6 + n * 2];

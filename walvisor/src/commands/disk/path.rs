@@ -27,7 +27,8 @@ impl DiskPath {
 /// Other disks of the log, whose images a command may open.
 #[derive(Debug, Default, Args)]
 pub(super) struct Detached {
-    /// The image of another disk on the log, to which the log may copy its records of that disk; may be given several times.
+    /// The image of another disk on the log, to which the log may copy its records of that disk;
+    /// may be given several times.
     #[arg(long = "detached", value_name = "IMAGE")]
     pub(super) images: Vec<PathBuf>,
 }

@@ -196,10 +196,9 @@ impl DaemonArguments {
         })
     }
 
-    /// Gives up root, and confines the process to the files and ports that its disks need, and those
-    /// that `more` adds.
-    /// Call it while there is one thread, after the sockets are bound and before the disks are
-    /// opened. Returns the scratch files, which must be made first.
+    /// Gives up root, and confines the process to the files and ports that its disks need, and
+    /// those that `more` adds. Call it while there is one thread, after the sockets are bound and
+    /// before the disks are opened. Returns the scratch files, which must be made first.
     fn give_up_paths(
         &self,
         specs: &[DiskSpec],
