@@ -15,6 +15,7 @@ use crate::checkpoint::copy::CopyOutcome;
 use crate::error::{Error, ErrorKind, Result};
 use crate::history::keeper::{Keeper, settle};
 use crate::history::machine::CopyEvent;
+use crate::history::spill::CopyBack;
 use crate::log::disk_state::DiskState;
 use crate::log::orders::DiskAdoption;
 use crate::log::pipeline::{MarkCommit, Modification};
@@ -109,9 +110,15 @@ impl Keeper {
         if !disk.base.is_spilled() {
             self.use_spill(disk)?;
         }
-        self.copy_records(disk)?;
+        // Copying back would write to the image, and could end the spill file.
+        self.copies_back.insert(disk.id, CopyBack::stopped());
+        let copied = self.copy_records(disk);
         self.copies_back.remove(&disk.id);
-        Ok(())
+        if let (Err(_), Some(spill)) = (&copied, disk.base.spill()) {
+            // Nobody knows how far an earlier copy got.
+            spill.count_all_as_written();
+        }
+        copied
     }
 
     /// The path of an open disk's image, with links resolved. Asks no file system, which may not

@@ -26,6 +26,8 @@ use crate::{Buffer, SECTOR_SIZE};
 
 /// Pause before an image that failed is tried again.
 const RETRY: Duration = Duration::from_secs(1);
+/// A pause that no removal of a disk outlasts.
+const LONG: Duration = Duration::from_secs(24 * 60 * 60);
 /// Pause between two looks at a running copy.
 const LOOK: Duration = Duration::from_millis(20);
 /// Most sectors copied back at a time.
@@ -40,6 +42,16 @@ pub(crate) struct CopyBack {
     round: Option<CopyRound>,
     /// When to try again after a failure.
     retry: Option<Instant>,
+}
+
+impl CopyBack {
+    /// None is tried for as long as this stands.
+    pub(super) fn stopped() -> Self {
+        Self {
+            retry: sync::now().checked_add(LONG),
+            ..Self::default()
+        }
+    }
 }
 
 /// One pass over what the image lacks.

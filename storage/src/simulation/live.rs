@@ -771,10 +771,13 @@ impl History {
             )
         });
         self.totals.removed += 1;
-        // In a log with little room, the spill file may have been copied back by now.
         if running.keeper.control.control.is_spilled(id) {
             self.totals.removed_spilled += 1;
             self.kept_apart[disk] = true;
+        } else if keeps_records && !keeps_history {
+            return Err(format!(
+                "disk {disk} left, and its records were copied back"
+            ));
         }
         running.disks.remove(which);
         running.places.remove(which);
