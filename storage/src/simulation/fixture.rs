@@ -288,7 +288,10 @@ impl Fixture {
 
     /// The contents of the base images and their spill files, without the log.
     pub(super) fn bases(&self) -> DiskContents {
+        // A fault that is planned is not for the judge.
+        let planned = self.medium.lock().fail_read.take();
         let control = control_of(&self.medium);
+        self.medium.lock().fail_read = planned;
         let control = control.ok().map(|control| control.control);
         let values = |disk: usize| {
             let path = self.image(disk);
