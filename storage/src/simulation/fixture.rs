@@ -288,10 +288,14 @@ impl Fixture {
 
     /// The contents of the base images and their spill files, without the log.
     pub(super) fn bases(&self) -> DiskContents {
-        // A fault that is planned is not for the judge.
-        let planned = self.medium.lock().fail_read.take();
+        // Neither a planned fault nor a power cut is for the judge.
+        let mut world = self.medium.lock();
+        let (planned, cut) = (world.fail_read.take(), std::mem::take(&mut world.crashed));
+        drop(world);
         let control = control_of(&self.medium);
-        self.medium.lock().fail_read = planned;
+        let mut world = self.medium.lock();
+        (world.fail_read, world.crashed) = (planned, cut);
+        drop(world);
         let control = control.ok().map(|control| control.control);
         let values = |disk: usize| {
             let path = self.image(disk);
