@@ -11,12 +11,10 @@ use std::path::{Path, PathBuf};
 
 use support::{copy_image, flush, mark, read, wait, write};
 use walvisor_storage::{
-    Backend, BackendQueue, Commit, Condition, DiskOptions, ErrorKind, MarkText, Point, Result,
-    Retention, Store, StoreOptions, clone_disk, create_disk, discard_log, dump_records,
-    export_disk, import_disk, inspect, leave_log, move_to_log, resize_disk, resize_log,
-    restore_disk, rewind_disk,
+    BackendQueue, Commit, DiskOptions, ErrorKind, MarkText, Point, Result, Retention, Store,
+    StoreOptions, clone_disk, create_disk, discard_log, dump_records, export_disk, import_disk,
+    inspect, leave_log, move_to_log, resize_disk, resize_log, restore_disk, rewind_disk,
 };
-use walvisor_testkit::wait_until;
 
 const SIZE: u64 = 1 << 20;
 const SEGMENT: u64 = 64 << 10;
@@ -303,23 +301,15 @@ const COMMANDS: &[(&str, Expectation, Command)] = &[
         Expectation::Done,
         |bench| {
             let removed = bench.b();
-            bench.killed_after(|store| store.remove_disk_keeping_records(&removed))
+            bench.killed_after(|store| {
+                assert!(store.disks()[1].checkpoint().is_err());
+                store.remove_disk_keeping_records(&removed)
+            })
         },
     ),
-    ("copy a spill file back", Expectation::Done, |bench| {
-        let spilled = bench.b();
-        bench.killed_after(|store| {
-            store.remove_disk_keeping_records(&spilled)?;
-            let added = store.add_disk(&DiskOptions::new(&spilled))?;
-            wait_until("the spill file is copied back", || {
-                added.condition() == Condition::Ok
-            });
-            Ok(())
-        })
-    }),
     (
         "restore in place, in use, the other disk",
-        Expectation::Done,
+        Expectation::Refused,
         |bench| bench.killed_after(|store| store.disks()[1].rewind(Point::Lsn(1)).map(drop)),
     ),
     ("export in use", Expectation::Refused, |bench| {
