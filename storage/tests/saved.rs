@@ -647,8 +647,43 @@ fn a_disk_that_joins_a_log_has_no_past_from_before() {
     }
 }
 
-/// A new length is a write of the log's own: the snapshot is as it was. Saved bytes that went to
-/// another directory would be in no snapshot, and the image no longer has them.
+/// An open of a log trusts the spill map of each of its disks, so a check of any of them reads it.
+#[test]
+fn a_check_tells_of_damage_in_any_spill_map() {
+    let site = on_this_file_system();
+    let other = site.top.join("other.img");
+    for disk in [site.disk(), other.clone()] {
+        create_disk(&disk, SIZE, &site.log(), &options()).unwrap();
+    }
+    let disks = [site.disk(), other.clone()].map(DiskOptions::new);
+    let mut store = Store::open(&site.log(), &disks, &options()).unwrap();
+    paint(&store.disks()[1], 1);
+    store.remove_disk_keeping_records(&other).unwrap();
+    store.close().unwrap();
+    let check = || [site.disk(), other.clone()].map(|disk| inspect(&disk, &site.log()));
+    let [here, there] = check().map(|report| report.unwrap().spilled);
+    assert!(here == 0 && there > 0, "{here}, {there}");
+    let names = std::fs::read_dir(site.log()).unwrap();
+    let mut paths = names.map(|entry| entry.unwrap().path());
+    let map = paths
+        .find(|path| path.extension().is_some_and(|end| end == "map"))
+        .unwrap();
+    let whole = std::fs::read(&map).unwrap();
+    let damaged = || check().map(|report| report.unwrap_err().kind());
+    for at in [0, whole.len() / 2] {
+        let mut rotten = whole.clone();
+        rotten[at] ^= 1;
+        std::fs::write(&map, rotten).unwrap();
+        assert_eq!(damaged(), [ErrorKind::Damaged; 2], "byte {at}");
+    }
+    std::fs::remove_file(&map).unwrap();
+    assert_eq!(damaged(), [ErrorKind::Damaged; 2]);
+    std::fs::write(&map, whole).unwrap();
+    assert!(check().iter().all(Result::is_ok));
+}
+
+/// Saved bytes that went to another directory would be in no snapshot, and the image no longer has
+/// them.
 #[test]
 fn nothing_is_saved_to_another_directory_of_the_same_name() {
     let site = on_this_file_system();
@@ -677,6 +712,7 @@ fn nothing_is_saved_to_another_directory_of_the_same_name() {
     assert_eq!(restored(&site).unwrap(), vec![1; SIZE as usize]);
 }
 
+/// A new length is a write of the log's own: the snapshot is as it was.
 #[test]
 fn a_snapshot_stays_when_its_disk_grows() {
     let site = on_this_file_system();
