@@ -90,12 +90,7 @@ impl DeviceStatus {
 
 #[cfg(test)]
 mod tests {
-    use std::sync::atomic::Ordering;
-    use std::sync::{Arc, Mutex};
-
-    use tracing::field::{Field, Visit};
-    use tracing::span::{Attributes, Id, Record};
-    use tracing::{Event, Metadata, Subscriber};
+    use walvisor_testkit::LogLines;
 
     use super::*;
     use crate::interrupt::Interrupt;
@@ -108,42 +103,16 @@ mod tests {
         fn reset(&self) {}
     }
 
-    /// Keeps the text of every event.
-    #[derive(Clone, Default)]
-    struct Log(Arc<Mutex<Vec<String>>>);
-
-    impl Visit for Log {
-        fn record_debug(&mut self, _field: &Field, value: &dyn fmt::Debug) {
-            self.0.lock().unwrap().push(format!("{value:?}"));
-        }
-    }
-
-    impl Subscriber for Log {
-        fn enabled(&self, _: &Metadata<'_>) -> bool {
-            true
-        }
-        fn new_span(&self, _: &Attributes<'_>) -> Id {
-            Id::from_u64(1)
-        }
-        fn record(&self, _: &Id, _: &Record<'_>) {}
-        fn record_follows_from(&self, _: &Id, _: &Id) {}
-        fn event(&self, event: &Event<'_>) {
-            event.record(&mut self.clone());
-        }
-        fn enter(&self, _: &Id) {}
-        fn exit(&self, _: &Id) {}
-    }
-
     #[test]
     fn a_driver_that_keeps_breaking_rules_is_warned_of_a_few_times() {
-        let log = Log::default();
+        let log = LogLines::default();
         let status = DeviceStatus::new(Arc::new(NoInterrupt));
         tracing::subscriber::with_default(log.clone(), || {
             for round in 0..1000 {
                 status.warn(format_args!("offence {round}"));
             }
         });
-        let lines = log.0.lock().unwrap();
+        let lines = log.all();
         assert_eq!(lines.len() as u32, MAX_COMPLAINTS + 1);
         assert_eq!(lines[0], "offence 0");
         assert!(lines.last().unwrap().contains("not shown"));

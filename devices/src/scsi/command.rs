@@ -50,7 +50,8 @@ const COMMANDS: &[CommandEntry] = {
         row(Medium, &[0x8f, 0x16, A, A, A, A, A, A, A, A, A, A, A, A, 0, 0], verify),
         row(Medium, &[0x91, 0x02, A, A, A, A, A, A, A, A, A, A, A, A, 0, 0], synchronize),
         row(Medium, &[0x93, 0x09, A, A, A, A, A, A, A, A, A, A, A, A, 0, 0], write_same).with_thin_bits(0x08),
-        row(Medium, &[0x9c, 0x18, A, A, A, A, A, A, A, A, 0, 0, A, A, 0, 0], write_atomic).if_atomic(),
+        row(Medium, &[0x9c, 0x18, A, A, A, A, A, A, A, A, 0, 0, A, A, 0, 0], write_atomic)
+            .if_atomic(),
         act(Medium, &[0x9e, 0x10, 0, 0, 0, 0, 0, 0, 0, 0, A, A, A, A, 0, 0], read_capacity_16),
         act(Medium, &[0x9e, 0x12, A, A, A, A, A, A, A, A, A, A, A, A, 0, 0], lba_status),
         row(Nothing, &[0xa0, 0, A, 0, 0, 0, A, A, A, A, 0, 0], report_luns),

@@ -430,6 +430,7 @@ impl Keeper {
             return Ok(());
         }
         let reach = self.reach(lsn);
+        // Not every copy has drained the log, and the copying LSN proves no more than this.
         self.control.control.durable_lsn = U64::new(self.log.lock().pipeline.durable());
         // What goes to a spill file changes no image.
         let written = || layers.iter().filter(|(disk, _)| !disk.base.is_spilled());

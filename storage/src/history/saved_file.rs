@@ -119,9 +119,8 @@ impl SavedFileWriter {
     /// The saved extents under these layers. `None` if the time limit for closing ran out.
     fn find_saved(&self, layers: &[FrozenLayer]) -> Result<Option<BTreeMap<u32, ExtentMap>>> {
         let mut found: BTreeMap<u32, IndexBuilder> = BTreeMap::new();
-        let visit = &mut |SavedRecord {
-                              descriptor: record, ..
-                          }: SavedRecord<'_>| {
+        let visit = &mut |saved: SavedRecord<'_>| {
+            let record = saved.descriptor;
             let id = record.disk_id.get();
             let Some((_, layer)) = layers.iter().find(|(disk, _)| disk.id == id) else {
                 return;

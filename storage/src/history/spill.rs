@@ -26,7 +26,7 @@ use crate::{Buffer, SECTOR_SIZE};
 
 /// Pause before an image that failed is tried again.
 const RETRY: Duration = Duration::from_secs(1);
-/// A pause that no removal of a disk outlasts.
+/// Longer than any removal of a disk takes.
 const LONG: Duration = Duration::from_secs(24 * 60 * 60);
 /// Pause between two looks at a running copy.
 const LOOK: Duration = Duration::from_millis(20);
@@ -45,7 +45,7 @@ pub(crate) struct CopyBack {
 }
 
 impl CopyBack {
-    /// None is tried for as long as this stands.
+    /// No copy begins while this is a disk's.
     pub(super) fn stopped() -> Self {
         Self {
             retry: sync::now().checked_add(LONG),
@@ -218,12 +218,14 @@ impl Keeper {
 
     /// Refuses more writes of disks whose spill files may take no more, or takes them again.
     pub(super) fn limit_spills(&self) {
-        let count = self.spilled().count();
-        for disk in self.spilled() {
-            let Some(spill) = disk.base.spill() else {
-                continue;
-            };
-            let why = self.why_full(&spill, count as u64);
+        let spills = || {
+            self.disks
+                .iter()
+                .filter_map(|disk| Some((disk, disk.base.spill()?)))
+        };
+        let count = spills().count() as u64;
+        for (disk, spill) in spills() {
+            let why = self.why_full(&spill, count);
             let was_full = disk.spill_full.swap(why.is_some(), Ordering::Relaxed);
             let path = disk.path.display();
             match why {

@@ -280,40 +280,9 @@ thread_local! {
 
 #[cfg(test)]
 mod tests {
-    use std::fmt::Debug;
-    use std::sync::{Arc, Mutex};
-
-    use tracing::field::{Field, Visit};
-    use tracing::span::{Attributes, Id, Record};
-    use tracing::{Event, Metadata, Subscriber};
+    use walvisor_testkit::LogLines;
 
     use super::*;
-
-    /// Keeps the text of every event.
-    #[derive(Clone, Default)]
-    struct Lines(Arc<Mutex<Vec<String>>>);
-
-    impl Visit for Lines {
-        fn record_debug(&mut self, _: &Field, value: &dyn Debug) {
-            self.0.lock().unwrap().push(format!("{value:?}"));
-        }
-    }
-
-    impl Subscriber for Lines {
-        fn enabled(&self, _: &Metadata<'_>) -> bool {
-            true
-        }
-        fn new_span(&self, _: &Attributes<'_>) -> Id {
-            Id::from_u64(1)
-        }
-        fn record(&self, _: &Id, _: &Record<'_>) {}
-        fn record_follows_from(&self, _: &Id, _: &Id) {}
-        fn event(&self, event: &Event<'_>) {
-            event.record(&mut self.clone());
-        }
-        fn enter(&self, _: &Id) {}
-        fn exit(&self, _: &Id) {}
-    }
 
     const MINUTE: u64 = 60 * SECOND;
     const HOUR: u64 = 60 * MINUTE;
@@ -452,7 +421,7 @@ mod tests {
             (NOW + YEAR, 0, "is 365 days ahead"),
         ] {
             let mut machine = Machine::new();
-            let lines = Lines::default();
+            let lines = LogLines::default();
             tracing::subscriber::with_default(lines.clone(), || {
                 let mut clock = machine.open(last, 0);
                 machine.ahead = jump as i64;
@@ -460,7 +429,7 @@ mod tests {
                     machine.after(SECOND, &mut clock);
                 }
             });
-            let lines = lines.0.lock().unwrap();
+            let lines = lines.all();
             assert!(lines.len() == 1 && lines[0].contains(told), "{lines:?}");
         }
     }

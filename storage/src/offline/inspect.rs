@@ -183,10 +183,9 @@ pub fn inspect_with_progress(
     // An open of the log needs the maps of all its disks.
     for entry in &control.control.disks {
         let spill = Spill::of(&control, entry.id.get(), OpenMode::Read)?;
-        spilled += match spill {
-            Some(spill) if entry.id.get() == id => spill.bytes(),
-            _ => 0,
-        };
+        if let Some(spill) = spill.filter(|_| entry.id.get() == id) {
+            spilled = spill.bytes();
+        }
     }
     let header = &control.control.header;
     let sectors = |block: &DamagedBlock| {

@@ -6,7 +6,7 @@
 //!   vhost_user: FrontEnd (any bytes)            queue: requests to a backend without a front-end
 //!   vhost_user_client: a third party's driver   process: programs that end with the test
 //!   hostile: attacks over NBD and vhost-user, and the client beside them
-//!   http: requests to a server                  random, wait, files, memory_fs
+//!   http: requests to a server                  random, wait, files, memory_fs, log_lines
 //! ```
 //! What returns no `Result` panics if it fails, and so does a wait that takes longer than
 //! [`PATIENCE`]: the test has failed then.
@@ -29,6 +29,7 @@
 mod files;
 pub mod hostile;
 pub mod http;
+mod log_lines;
 mod memory_fs;
 pub mod nbd;
 pub mod process;
@@ -40,6 +41,7 @@ pub mod virtio;
 mod wait;
 
 pub use files::{copy_image, copy_log, mark};
+pub use log_lines::LogLines;
 pub use memory_fs::{MemoryFs, unmount};
 pub use process::{Daemon, Process, leash};
 pub use random::{Random, noise, pattern};
