@@ -262,15 +262,16 @@ impl Control {
 
     /// The saved files of the log, as far as they are durable.
     pub(crate) fn saved_files(&self) -> SavedFiles {
-        let snapshots = self.snapshots.iter();
-        let mut counts: Vec<_> = snapshots
-            .map(|snapshot| (snapshot.lsn.get(), snapshot.saved.get()))
-            .filter(|(_, saved)| *saved > 0)
-            .collect();
+        let (mut counts, mut disks) = (Vec::new(), Vec::new());
+        for entry in self.snapshots.iter().filter(|entry| entry.saved > 0) {
+            counts.push((entry.lsn.get(), entry.saved.get()));
+            disks.push((entry.lsn.get(), entry.disk_id.get()));
+        }
         counts.dedup();
         SavedFiles {
             log: self.header.log,
             counts,
+            disks,
         }
     }
 }
@@ -281,6 +282,8 @@ pub(crate) struct SavedFiles {
     log: Uuid,
     /// The LSNs of their snapshots, oldest first, and how many records they have.
     counts: Vec<(u64, u32)>,
+    /// The LSN of each snapshot, and the number of its disk; 0: of all disks.
+    disks: Vec<(u64, u32)>,
 }
 
 impl SavedFiles {
@@ -294,8 +297,10 @@ impl SavedFiles {
         &self.counts
     }
 
-    /// Whether there are saved files for this LSN.
-    pub(crate) fn has(&self, lsn: u64) -> bool {
-        self.counts.iter().any(|(of, _)| *of == lsn)
+    /// Whether there are saved files of a disk at this LSN. A snapshot of another disk only has
+    /// none.
+    pub(crate) fn has(&self, lsn: u64, disk_id: u32) -> bool {
+        let mut disks = self.disks.iter();
+        disks.any(|&(at, of)| at == lsn && [0, disk_id].contains(&of))
     }
 }

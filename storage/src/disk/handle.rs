@@ -475,7 +475,7 @@ impl Tracked for Disk {
             .snapshots
             .iter()
             .any(|named| named.lsn == since);
-        let known = pinned || named && guard.keeper.saved.has(since);
+        let known = pinned || named && guard.keeper.saved.has(since, state.id);
         drop(guard);
         if known && state.comes_from(since) {
             Ok(changes)

@@ -51,7 +51,8 @@ pub(crate) struct SavedExtents {
 }
 
 /// What was saved of a disk (number and bytes) since the first of these LSNs, up to the last;
-/// `None` if there are no saved files for the first. `known` caches results, up to the limit.
+/// `None` if there are no saved files of the disk for the first. `known` caches results, up to the
+/// limit.
 ///
 /// # Errors
 /// As [`read_saved`].
@@ -63,7 +64,7 @@ pub(crate) fn saved_since(
     lsns: Range<u64>,
     (known, limit): (&SavedExtentsCache, ExtentLimit),
 ) -> Result<Option<Arc<ExtentMap>>> {
-    if !files.has(lsns.start) {
+    if !files.has(lsns.start, disk.0) {
         return Ok(None);
     }
     let of = (disk.0, lsns.start);

@@ -162,7 +162,7 @@ impl PastDisk {
     /// What has changed since a snapshot.
     fn since(&self, lsn: u64) -> crate::Result<ChangesSince> {
         // The base images may have moved past this look's point too.
-        let (passed, end) = if self.files.has(self.until) {
+        let (passed, end) = if self.files.has(self.until, self.disk_id) {
             (true, self.until)
         } else {
             (false, u64::MAX)

@@ -268,7 +268,7 @@ fn io_error(segment: &Segment, error: io::Error) -> Error {
 
 /// What a disk (number and bytes) held at the first of these LSNs, where its base image may have
 /// changed since; gaps have not changed. Leaves out what was saved for snapshots after the range.
-/// `None` if there are no saved files for the first LSN.
+/// `None` if there are no saved files of the disk for the first LSN.
 ///
 /// # Errors
 /// [`ErrorKind::NotFound`] if the snapshot does not have the disk; or if the files can't be read;
@@ -281,7 +281,7 @@ pub(crate) fn read_saved(
     lsns: Range<u64>,
     limit: Option<ExtentLimit>,
 ) -> Result<Option<ExtentMap>> {
-    if !saved.has(lsns.start) {
+    if !saved.has(lsns.start, disk_id) {
         return Ok(None);
     }
     let (mut extents, mut known) = (IndexBuilder::within(limit), false);

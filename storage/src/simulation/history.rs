@@ -676,8 +676,9 @@ impl History {
         if has_kept_point(&running.keeper.control.control) {
             return Err("a point is kept for an export of a process that is gone".into());
         }
-        if next_lsn == 1 {
-            // An image that another one replaces before the first record is the disk as of LSN 0.
+        if running.newest_point() == 0 {
+            // An image that another one replaces before the first durable record is the disk as of
+            // LSN 0.
             self.past.clear();
         }
         let joined = self.joined.iter_mut();

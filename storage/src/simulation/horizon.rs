@@ -2,12 +2,15 @@
 
 use std::path::Path;
 
-use super::fixture::{Fixture, Shape, carry_out, control_of, filled};
+use super::fixture::{Fixture, RunningStore, Shape, carry_out, control_of, filled};
+use super::history::SECTORS;
+use super::live::values;
 use super::medium::{LOG, World};
 use crate::format::Control;
+use crate::offline::view::View;
 use crate::recovery::contents::VerifyScope;
 use crate::recovery::scan::scan;
-use crate::{CommitWait, LogHistory, Operation, Point, Result, Retention};
+use crate::{CommitWait, DiskOptions, LogHistory, Operation, Point, Result, Retention};
 
 /// The LSN to which the disk is restored at a point, given what is on the medium.
 fn resolve(fixture: &Fixture, control: &Control, point: Point) -> Result<u64> {
@@ -81,4 +84,46 @@ fn the_reported_horizon_is_a_point_wherever_a_checkpoint_is_cut() {
         }
     }
     assert!(whole && copying > 3, "{copying} cuts within the copy");
+}
+
+/// The checkpoint saves what the snapshot needs before the horizon moves.
+#[test]
+fn a_snapshot_of_another_disk_hides_no_point_wherever_a_checkpoint_is_cut() {
+    let fixture = Fixture::new(World::new(2), Shape::two_disks(SECTORS, 8));
+    let mut saved = 0;
+    for ticks in 0.. {
+        let fixture = fixture.with(fixture.medium.lock().clone());
+        let mut running = fixture.open(false, CommitWait::NONE).unwrap();
+        running.keeper.step(false).unwrap();
+        let write = |running: &mut RunningStore, disk: usize, value| {
+            let mut port = running.disks[disk].open_port().unwrap();
+            let (sector, data) = (8, filled(value, 8));
+            carry_out(running, &mut port, Operation::Write { sector, data }).unwrap();
+            carry_out(running, &mut port, Operation::Flush).unwrap();
+            drop(port);
+            running.finish_writer();
+        };
+        write(&mut running, 0, 1);
+        write(&mut running, 1, 2);
+        let lsn = running.appended();
+        let (alone, name) = (running.disks[0].state.id, "alone".parse().unwrap());
+        running.keeper.snapshot(name, Some(alone)).unwrap();
+        write(&mut running, 0, 3);
+        fixture.medium.lock().ticks = Some(ticks);
+        let _cut = running.keeper.step(true);
+        drop(running);
+        fixture.medium.lock().restart();
+        let control = control_of(&fixture.medium).unwrap().control;
+        if control.horizon() > lsn {
+            break;
+        }
+        saved += u32::from(control.saved(lsn) > 0);
+        let _files = fixture.medium.enter();
+        let options = DiskOptions::new(fixture.image(1));
+        let shown = View::open_at(&options, Path::new(LOG), Point::Lsn(lsn), None)
+            .and_then(|view| values(view.layers()));
+        let shown = shown.unwrap_or_else(|error| panic!("after {ticks} operations: {error}"));
+        assert_eq!(shown[8], 2, "after {ticks} operations");
+    }
+    assert!(saved > 0, "no cut between what was saved and the horizon");
 }

@@ -187,10 +187,8 @@ fn has_passed(control: &Control, disk_id: u32, lsn: u64) -> bool {
     let entry = control.disk(disk_id);
     let void = entry.map_or(0, |entry| entry.void_lsn.get());
     let saved = control.has_saved(lsn, disk_id);
-    // If a snapshot of another disk has saved files, they are checked.
-    let others = control.saved(lsn) > 0 && !saved;
     let copying = control.header.copying_lsn.get();
-    others || lsn < control.applied_lsn(disk_id).max(copying) && !(saved && void <= lsn)
+    lsn < control.applied_lsn(disk_id).max(copying) && !(saved && void <= lsn)
 }
 
 /// The sectors of a disk of a history.

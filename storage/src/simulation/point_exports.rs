@@ -16,7 +16,7 @@ use super::trace;
 use crate::SECTOR_SIZE;
 use crate::catalog::snapshot::{Snapshot, SnapshotName};
 use crate::disk::handle::Disk;
-use crate::error::ErrorKind;
+use crate::error::{Error, ErrorKind};
 use crate::format::Control;
 use crate::history::look::Look;
 use crate::history::point::Point;
@@ -102,7 +102,15 @@ impl History {
         if let Err(error) = Self::order(running, KeeperTask::KeepPoint(point)) {
             return self.excuse(running, "keeping a point", &error);
         }
+        let may_refuse = self.may_refuse(&held.control, disk, lsn);
         let look = Look::at(&live.log, &live.state, point.lsn, held, None);
+        // The disk's records were discarded before they were saved for a snapshot.
+        let refused = |error: &Error| error.kind() == ErrorKind::NotFound && may_refuse;
+        if look.as_ref().is_err_and(refused) {
+            self.totals.refused_points += 1;
+            let deleted = Self::order(running, KeeperTask::DeleteSnapshot(point.name));
+            return deleted.or_else(|error| self.excuse(running, "letting go of a point", &error));
+        }
         self.totals.point_exports += 1;
         trace(|| format!("an export of disk {disk} as of LSN {lsn} begins"));
         self.in_use.point_export = Some(PointExport {
