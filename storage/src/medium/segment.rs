@@ -48,29 +48,57 @@ impl Segment {
         }
         let synced = files.sync_dir(dir);
         synced.map_err(|error| Error::io("sync the directory", dir, error))?;
-        Self::open(files, path, Access::Log)
+        Self::open(files, path, Access::Log)?.lock(Access::Log)
     }
 
-    /// Opens and locks an existing segment file. The log's control file is locked already, so only
-    /// writes that a killed process had in flight can still hold the segment. They must have ended
-    /// before the segment is read.
+    /// Opens an existing segment file.
     fn open(files: &dyn FileSystem, path: PathBuf, access: Access) -> Result<Self> {
         let file = files.open(&path, access.open_mode(OpenMode::Direct));
         let file = file.map_err(|e| Error::io("open the log segment", &path, e))?;
-        lock::lock(file.as_ref(), &path, access, Holder::Writes)?;
         Ok(Self::new(path, file))
     }
 
-    /// Opens the segment files in `dir`, in the order of their numbers.
+    /// Locks the file. The log's control file is locked already, so only writes that a killed
+    /// process had in flight can still hold the segment. They must have ended before the segment is
+    /// read.
+    fn lock(self, access: Access) -> Result<Self> {
+        lock::lock(self.file.as_ref(), &self.path, access, Holder::Writes)?;
+        Ok(self)
+    }
+
+    /// Opens and locks the segment files in `dir`, in the order of their numbers.
     pub(crate) fn open_all(
         files: &dyn FileSystem,
         dir: &Path,
         access: Access,
     ) -> Result<Vec<(u32, Self)>> {
-        let found = Self::list(files, dir)?.into_iter();
-        found
-            .map(|(slot, path)| Ok((slot, Self::open(files, path, access)?)))
-            .collect()
+        let (mut all, mut inodes) = (Vec::new(), Vec::new());
+        for (slot, path) in Self::list(files, dir)? {
+            let segment = Self::open(files, path, access)?;
+            let path = &segment.path;
+            let failed = |error| Error::io("read its metadata", path, error);
+            let inode = segment.file.inode().map_err(failed)?;
+            let inode = (inode.device, inode.number, inode.born);
+            if inode.1 != 0 && inodes.contains(&inode) && segment.is_locked_here(access)? {
+                // On a file system without a journal, a power cut may leave both names of a file
+                // that was being renamed, when the log shrank.
+                if access == Access::Log {
+                    let removed = files.remove(path);
+                    removed.map_err(|error| Error::io("remove the second name", path, error))?;
+                }
+                continue;
+            }
+            inodes.push(inode);
+            all.push((slot, segment.lock(access)?));
+        }
+        Ok(all)
+    }
+
+    /// Whether this process has locked the same file under another name, which has the same inode.
+    fn is_locked_here(&self, access: Access) -> Result<bool> {
+        let failed = |error| Error::io("lock", &self.path, error);
+        // Readers don't exclude each other.
+        Ok(access == Access::LogRead || !self.file.try_lock(false).map_err(failed)?)
     }
 
     /// The segment files in `dir`, with their numbers, in order.
@@ -212,6 +240,25 @@ mod tests {
     use crate::medium::checksum;
     use crate::medium::directory::{Medium, directory};
     use crate::medium::engine::EngineKind;
+    use crate::medium::filesystem::files;
+
+    #[test]
+    fn a_segment_with_two_names_is_opened_once_and_keeps_the_lower_number() {
+        let dir = tempfile::tempdir().unwrap();
+        let medium = directory(dir.path(), EngineKind::Auto);
+        for slot in [0, 1] {
+            medium.create_segment(slot, 1 << 20, &mut |_| {}).unwrap();
+        }
+        let (name, second) = (Segment::path(dir.path(), 1), Segment::path(dir.path(), 7));
+        std::fs::hard_link(&name, &second).unwrap();
+        for access in [Access::LogRead, Access::Log] {
+            let opened = Segment::open_all(&*files(), dir.path(), access).unwrap();
+            let slots: Vec<u32> = opened.iter().map(|(slot, _)| *slot).collect();
+            assert_eq!(slots, [0, 1], "{access:?}");
+            assert_eq!(second.exists(), access == Access::LogRead);
+        }
+        assert!(name.exists());
+    }
 
     /// A payload is read from the page cache if a write went through it, and from the medium if the
     /// cache is wrong. Here the cache is another file.
