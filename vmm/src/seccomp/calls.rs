@@ -120,7 +120,7 @@ pub(super) const VHOST_USER: &[c_long] = &[
 ];
 
 /// Further calls for the sockets of disks that are added later. `socket` is allowed too, for Unix
-/// sockets only.
+/// stream sockets only.
 pub(super) const VHOST_USER_OPENING: &[c_long] = &[
     libc::SYS_bind,
     libc::SYS_fchmodat,

@@ -7,7 +7,8 @@
 //! **A daemon** has one filter for all threads: a thread that serves a client also leads commit
 //! groups and opens ports of the store, so separate filters would hardly differ. It is installed
 //! when disks and sockets are open, before the first client is served. If disks may be added
-//! (`--disk-dir`), it also allows making and locking files, and making Unix sockets for vhost-user.
+//! (`--disk-dir`), it also allows making and locking files, and making Unix stream sockets to listen
+//! at for vhost-user.
 //!
 //! **A VM's process** has one filter for all threads too, and a stricter one for two kinds of them,
 //! installed before they touch anything of the guest:
@@ -223,7 +224,12 @@ fn of_process(profile: SyscallProfile, opens: bool) -> Result<Rules, seccompiler
     {
         let calls = VHOST_USER_OPENING.iter().map(|call| (*call, vec![]));
         rules.extend(calls);
-        rules.insert(libc::SYS_socket, one_of(0, &[libc::AF_UNIX as u64])?);
+        // A datagram socket could send to any socket of the host without a connect.
+        let stream = vec![
+            SeccompCondition::new(0, Len::Dword, Is::Eq, libc::AF_UNIX as u64)?,
+            SeccompCondition::new(1, Len::Dword, Is::MaskedEq(0xf), libc::SOCK_STREAM as u64)?,
+        ];
+        rules.insert(libc::SYS_socket, vec![SeccompRule::new(stream)?]);
     }
     Ok(rules)
 }
@@ -317,6 +323,7 @@ mod tests {
     use std::fs;
     use std::io::Read;
     use std::net::TcpListener;
+    use std::os::unix::net::{UnixDatagram, UnixListener};
     use std::os::unix::process::ExitStatusExt;
     use std::process::{Command, ExitStatus};
     use std::sync::OnceLock;
@@ -381,6 +388,11 @@ mod tests {
             // A second filter could not lift the first, but these threads must not install one.
             "lift" => drop(restrict_thread(Seccomp::Log, ThreadKind::DiskWorker)),
             "socket" => drop(TcpListener::bind("127.0.0.1:0")),
+            "listener" => {
+                let dir = tempfile::tempdir_in("/tmp").unwrap();
+                UnixListener::bind(dir.path().join("disk.sock")).unwrap();
+            }
+            "datagram" => drop(UnixDatagram::unbound()),
             "program" => drop(Command::new("true").spawn()),
             "executable" => {
                 let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS;
@@ -474,10 +486,10 @@ mod tests {
             return;
         };
         let (mode, name) = text.split_once(' ').unwrap();
-        let (kind, name) = name.split_once(':').unwrap_or(("", name));
+        let (of, name) = name.split_once(':').unwrap_or(("", name));
         let mode: Seccomp = mode.parse().unwrap();
-        let name = name.to_owned();
-        let kind = match kind {
+        let (adding, name) = (of == "adding", name.to_owned());
+        let kind = match of {
             "vcpu" => Some(ThreadKind::Vcpu),
             "worker" => Some(ThreadKind::DiskWorker),
             _ => None,
@@ -500,11 +512,12 @@ mod tests {
             wait.recv().unwrap();
             act(&name);
         });
-        let nbd = SyscallProfile::Daemon {
-            vhost_user: false,
+        // Disks may be added to the daemon.
+        let profile = SyscallProfile::Daemon {
+            vhost_user: adding,
             tcmu: false,
         };
-        restrict(mode, nbd, false).unwrap();
+        restrict(mode, profile, adding).unwrap();
         go.send(()).unwrap();
         earlier.join().unwrap();
         std::process::exit(0);
@@ -556,7 +569,14 @@ mod tests {
             "process",
             "signal",
         ];
-        for name in forbidden {
+        let of_adding = [
+            "adding:datagram",
+            "adding:socket",
+            "adding:connect",
+            "adding:program",
+        ];
+        assert_eq!(act_restricted("adding:listener", "on").code(), Some(0));
+        for name in forbidden.into_iter().chain(of_adding) {
             assert_eq!(
                 act_restricted(name, "on").signal(),
                 Some(libc::SIGSYS),
