@@ -122,6 +122,13 @@ impl Control {
         self.with_rewinds_until(lsn.max(self.header.checkpoint_lsn.get()), u64::MAX)
     }
 
+    /// As [`with_rewinds`](Self::with_rewinds), but ends where no other rewind is split. One to the
+    /// same LSN is, by those that directly follow that LSN.
+    pub(crate) fn with_whole_rewinds(&self, lsn: u64) -> u64 {
+        let mut reached = (lsn..=self.with_rewinds(lsn)).rev();
+        reached.find(|&lsn| !self.splits_rewind(lsn)).unwrap_or(lsn)
+    }
+
     /// As [`with_rewinds`](Self::with_rewinds), for rewinds up to a time, in microseconds
     /// since 1970.
     pub(crate) fn with_rewinds_until(&self, lsn: u64, unix_us: u64) -> u64 {
@@ -301,6 +308,20 @@ mod tests {
         assert_eq!((control.rewinds.len(), control.rewound(1)), (1, Some(20)));
         control.set_checkpoint(20);
         assert_eq!(control.rewound(1), None);
+    }
+
+    /// Disk 2 is rewound right after LSN 9, and disk 1 to LSN 9 later.
+    #[test]
+    fn the_base_images_stop_at_an_lsn_to_which_another_rewind_goes() {
+        let mut control = control(2, &[]);
+        control.rewind(2, 9, 9, 0).unwrap();
+        control.rewind(1, 9, 18, 0).unwrap();
+        assert_eq!(control.with_rewinds(9), 10);
+        assert_eq!(control.with_whole_rewinds(9), 9);
+        assert_eq!(control.with_whole_rewinds(18), 19);
+        control.set_checkpoint(control.with_whole_rewinds(9));
+        control.header.next_lsn = U64::new(20);
+        assert!(control.counted());
     }
 
     #[test]

@@ -190,7 +190,7 @@ impl Keeper {
     /// count too, but only up to the first snapshot. Otherwise the images would move past two
     /// snapshots at once, with files saved only for the newer one, and the older would be lost.
     pub(super) fn reach(&self, lsn: u64) -> u64 {
-        let reached = self.control.control.with_rewinds(lsn);
+        let reached = self.control.control.with_whole_rewinds(lsn);
         let stop = self.stop_before(reached).map(|snapshot| snapshot.lsn);
         stop.filter(|stop| *stop >= lsn).unwrap_or(reached)
     }

@@ -90,7 +90,7 @@ pub(crate) struct Keeper {
     committer: Committer,
     leader: Leader,
     /// The LSN of frozen indexes left by recovery or by a failed checkpoint.
-    pub(super) frozen_at: Option<u64>,
+    pub(crate) frozen_at: Option<u64>,
     /// What operations cost the medium, once measured.
     cost: Option<MediumCost>,
     /// The `copying_lsn` in both slots of the control file, if this keeper wrote it.

@@ -45,7 +45,7 @@ impl Keeper {
             }
             KeeperTask::Remove(disk, keeps_records) => self.remove(&disk, keeps_records),
             KeeperTask::Snapshot(name, disk_id) => self.snapshot(name, disk_id),
-            KeeperTask::KeepPoint(point) => self.change_history(|control| point.add(control)),
+            KeeperTask::KeepPoint(point) => self.keep_point(&point),
             KeeperTask::DeleteSnapshot(name) => {
                 self.change_history(|control| Snapshot::remove(name, control))
             }
@@ -88,6 +88,27 @@ impl Keeper {
             saved_bytes: 0,
         };
         self.change_history(|control| snapshot.add(control))
+    }
+
+    /// Keeps a point in the past as a snapshot does.
+    fn keep_point(&mut self, point: &Snapshot) -> Result<()> {
+        let control = &self.control.control;
+        let reached = control.header.checkpoint_lsn.get();
+        // A copy that was begun before goes on to its own LSN.
+        if let Some(lsn) = self.frozen_at.map(|lsn| control.with_rewinds(lsn))
+            && (reached + 1..lsn).contains(&point.lsn)
+        {
+            return Err(Error::new(
+                ErrorKind::NotFound,
+                format!(
+                    "{}: LSN {} can't be exported: the log is being copied to the images up to LSN {lsn}; export \
+                     a point from there on",
+                    self.log.dir.display(),
+                    point.lsn,
+                ),
+            ));
+        }
+        self.change_history(|control| point.add(control))
     }
 
     /// Makes everything written so far durable, and pins what a look at the disk reads. The base

@@ -300,6 +300,8 @@ impl History {
             4 => self.end_look(),
             5 if free => self.begin_export(running)?,
             6..9 if free => self.plan_or_rewind(running)?,
+            // What is planned holds the log, and the reads of an absent port may never end.
+            6..9 if clients.away.is_some() => drop(self.in_use.rewind.take()),
             9 | 10 => self.delete_in_use(running)?,
             11 if free => self.remove_live(running, clients)?,
             _ => {}
