@@ -21,8 +21,8 @@ pub(crate) enum Mutant {
     /// A checkpoint writes a stripe without having read what lies between its extents. The medium
     /// does not know why a base image is read.
     StripeUnread,
-    /// A checkpoint overwrites parts of a base image that an export has not copied. The medium does
-    /// not know of exports.
+    /// A checkpoint overwrites parts of a base image that an export has not copied, and saves
+    /// nothing. The medium does not know of exports.
     ExportUnsaved,
     /// A checkpoint ends although the map of a spill file does not have what it wrote there. The
     /// medium does not know what the file means.

@@ -4,6 +4,7 @@
 mod support;
 
 use std::fs::File;
+use std::process::Command;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
@@ -12,6 +13,7 @@ use walvisor_storage::{
     Disk, DiskOptions, Error, Operation, Point, Port, Retention, Store, StoreOptions, Transfer,
     create_disk,
 };
+use walvisor_testkit::MemoryFs;
 
 const SIZE: usize = 1 << 20;
 /// Bytes of each write that fills the log, and of the whole log.
@@ -208,6 +210,78 @@ fn a_past_point_is_exported_beside_a_guest_that_fills_the_log() {
     assert!(std::fs::read(&path).unwrap() == state);
     assert!(disk.snapshots().is_empty());
     store.close().unwrap();
+}
+
+/// An ext4 file system, and the directory of its image. `None`: none can be had, and
+/// `skipped: why` was printed.
+fn small_fs() -> Option<(tempfile::TempDir, MemoryFs)> {
+    let dir = tempfile::tempdir().unwrap();
+    let image = dir.path().join("fs");
+    File::create_new(&image).unwrap().set_len(16 << 20).unwrap();
+    let made = Command::new("mkfs.ext4").arg("-q").arg(&image).status();
+    if !made.is_ok_and(|made| made.success()) {
+        println!("skipped: no mkfs.ext4");
+        return None;
+    }
+    let fs = MemoryFs::ext4(&image, "rw")?;
+    Some((dir, fs))
+}
+
+/// The file system of the target is frozen before the export begins, or in the middle, until the
+/// guest has written more than the log holds.
+#[test]
+fn a_target_that_does_not_answer_holds_up_no_writer() {
+    let Some((_image, fs)) = small_fs() else {
+        return;
+    };
+    for retain in [Retention::Nothing, Retention::All] {
+        for calls in [0, 3] {
+            let place = Place::empty();
+            let (store, state) = modified(&place, retain);
+            let path = fs.path().join("export");
+            let target = File::create_new(&path).unwrap();
+            let mut frozen = (calls == 0).then(|| fs.freeze());
+            let (mut called, mut goal) = (0, 2 * ROOM);
+            let limit = Instant::now() + Duration::from_secs(100);
+            let mut each = |guest: &Guest| {
+                called += 1;
+                if called == calls {
+                    goal += guest.written();
+                    frozen = Some(fs.freeze());
+                }
+                assert!(Instant::now() < limit, "the guest stands still");
+                if guest.written() > goal {
+                    frozen = None;
+                }
+                true
+            };
+            let done = export_beside_writer(&store.disks()[0], None, target, &mut each).unwrap();
+            assert_eq!(done.size, SIZE as u64);
+            assert!(called > calls && goal >= 2 * ROOM);
+            assert!(
+                std::fs::read(&path).unwrap() == state,
+                "{retain:?}, {calls}"
+            );
+            std::fs::remove_file(&path).unwrap();
+            store.close().unwrap();
+        }
+    }
+}
+
+#[test]
+fn an_export_of_which_the_target_does_not_answer_can_be_given_up() {
+    let Some((_image, fs)) = small_fs() else {
+        return;
+    };
+    let place = Place::empty();
+    let (store, _) = modified(&place, Retention::Nothing);
+    let target = File::create_new(fs.path().join("export")).unwrap();
+    let frozen = fs.freeze();
+    let mut each = |_: &Guest| false;
+    let error = export_beside_writer(&store.disks()[0], None, target, &mut each).unwrap_err();
+    assert!(error.to_string().contains("it was given up"), "{error}");
+    store.close().unwrap();
+    drop(frozen);
 }
 
 #[test]

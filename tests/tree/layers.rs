@@ -126,15 +126,7 @@ fn modules(src: &Path) -> BTreeMap<String, String> {
             let name = name.to_str().unwrap().replace('/', "::");
             let name = name.trim_end_matches("::mod").to_owned();
             let text = fs::read_to_string(&path).unwrap();
-            let product = text.split("\n#[cfg(test)]\nmod ").next().unwrap();
-            let product = product
-                .split("\n#[cfg(test)]\npub(crate) mod ")
-                .next()
-                .unwrap();
-            let product = product
-                .split("\n#[cfg(test)]\n#[cfg(not(feature = \"shuttle\"))]\nmod ")
-                .next()
-                .unwrap();
+            let product = product(&text);
             let lines = product
                 .lines()
                 .filter(|line| !line.trim_start().starts_with("//"));
@@ -151,6 +143,27 @@ fn modules(src: &Path) -> BTreeMap<String, String> {
     }
     found.extend(elsewhere.into_iter().map(|name| (name, String::new())));
     found
+}
+
+/// A file without the items that only tests have.
+fn product(text: &str) -> String {
+    let is_test =
+        |line: &str| line.starts_with("#[cfg(test)]") || line.starts_with("#[cfg(all(test");
+    let (mut lines, mut kept) = (text.lines(), String::new());
+    while let Some(line) = lines.next() {
+        if !is_test(line) {
+            kept.push_str(line);
+            kept.push('\n');
+            continue;
+        }
+        let mut item = lines.by_ref().skip_while(|line| line.starts_with("#["));
+        let first = item.next().unwrap_or("}");
+        let ends = |line: &str| line == "}" || !line.starts_with(' ') && line.ends_with(';');
+        if !ends(first) && !first.ends_with('}') {
+            item.by_ref().take_while(|line| !ends(line)).for_each(drop);
+        }
+    }
+    kept
 }
 
 /// The paths of a `use` tree, or of a path in an expression, that begins at `text`.
@@ -243,8 +256,7 @@ fn imports(modules: &BTreeMap<String, String>) -> BTreeMap<&str, BTreeSet<&str>>
         let mut imported = BTreeSet::new();
         for path in paths(name, text) {
             let found = handed_on.get(&path[0]).copied().flatten();
-            let found = if path.len() == 1 { found } else { None };
-            imported.extend(found.or_else(|| module_of(&path)));
+            imported.extend(module_of(&path).or(found));
         }
         imported.remove(name.as_str());
         all.insert(name.as_str(), imported);
@@ -343,6 +355,19 @@ fn what_would_run_upwards_is_seen() {
         found,
         ["a::B", "a::self", "c", "e::i", "m::g::h", "m::n::k::l"]
     );
+    let text = "#[cfg(test)]\nmod a;\nmod b;\n#[cfg(test)]\n#[allow(x)]\nuse crate::{\n    c,\n};\n#[cfg(test)]\nmod t {\n    use crate::d;\n}\npub use e::E;\n";
+    assert_eq!(product(text), "mod b;\npub use e::E;\n");
+    // What the root hands on is imported from where it is.
+    let text = |name: &str, text: &str| (name.to_owned(), text.to_owned());
+    let some = BTreeMap::from([
+        text(
+            "lib",
+            "mod low;\nmod high;\npub use high::Disk;\n",
+        ),
+        text("low", "fn f() { crate::Disk::open() }"),
+        text("high", ""),
+    ]);
+    assert_eq!(imports(&some)["low"], BTreeSet::from(["high"]));
     let edges = |pairs: &[(&'static str, &'static str)]| {
         let mut all: BTreeMap<&str, BTreeSet<&str>> = BTreeMap::new();
         for (from, to) in pairs {

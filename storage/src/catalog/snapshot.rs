@@ -117,6 +117,11 @@ impl Snapshot {
         snapshots.collect()
     }
 
+    /// Whether an entry holds a point for an export.
+    pub(crate) fn is_of_export(entry: &SnapshotEntry) -> bool {
+        SnapshotName(entry.name).is_of_export()
+    }
+
     /// The snapshots between the two points of a restore in place, oldest first. The base images
     /// can't stop at them, so what they need stays in the log.
     pub(crate) fn inside_rewinds(control: &Control) -> Vec<Self> {

@@ -583,31 +583,18 @@ impl<'a, R: Iterator<Item = (&'a Arc<DiskState>, Run)>> Copier<'a, R> {
             } => {
                 self.count_write();
                 let range = sector * SECTOR_SIZE..(sector + sectors) * SECTOR_SIZE;
-                let saved = save(disk, range.clone());
-                if saved < range.end {
-                    let rest = Run::Zero {
-                        sector: saved / SECTOR_SIZE,
-                        sectors: (range.end - saved) / SECTOR_SIZE,
-                        unmap,
-                    };
-                    self.again.push_front((disk, rest));
-                }
                 self.known = KnownData::default();
-                let (target, range) = (disk.base.target(), range.start..saved);
+                let target = disk.base.target();
                 let zero = move || target.zero_range(range.start, range.end - range.start, unmap);
                 let limit = self.limit().filter(|_| !disk.base.is_spilled());
                 match disk.base.within(limit, zero).flatten() {
-                    Ok(()) => disk.base.note_written(sector..saved / SECTOR_SIZE),
+                    Ok(()) => disk.base.note_written(sector..sector + sectors),
                     Err(error) => self.fail(disk, image_error("zero", disk, sector, error)),
                 }
                 return;
             }
         };
         let range = sector * SECTOR_SIZE..sector * SECTOR_SIZE + span as u64;
-        let mut saved = range.start;
-        while saved < range.end {
-            saved = save(disk, saved..range.end);
-        }
         if stripe {
             match self.known.has_hole(disk, range, self.limit()) {
                 Ok(false) => {}
@@ -829,15 +816,6 @@ fn image_error(what: &str, disk: &DiskState, sector: u64, error: std::io::Error)
     }
     let doing = format!("{what} the base image at sector {sector}");
     Error::io(&doing, &disk.path, error)
-}
-
-/// See [`DiskState::save`].
-fn save(disk: &DiskState, range: Range<u64>) -> u64 {
-    if planted(Mutant::ExportUnsaved) {
-        range.end
-    } else {
-        disk.save(range)
-    }
 }
 
 /// The last range of a base image found to have no holes. A copy asks for each stripe, and some

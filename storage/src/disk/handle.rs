@@ -18,7 +18,6 @@ use crate::history::rewind_plan::RewindReport;
 use crate::index::allocation::{disk_extents, push_piece};
 use crate::log::commit::Commit;
 use crate::log::disk_state::DiskState;
-use crate::log::export::{Export, ended_early};
 use crate::log::orders::KeeperTask;
 use crate::log::pin::{PinUser, PinnedLog};
 use crate::log::pipeline::MarkCommit;
@@ -276,46 +275,6 @@ impl Disk {
         }
         self.log.order(KeeperTask::Grow(disk, size))?;
         Ok(Resize { old_size, size })
-    }
-
-    /// The [`export`](Self::export) of a disk whose log keeps no history: copies the base image,
-    /// right after a checkpoint.
-    pub(crate) fn export_base(
-        &self,
-        target: File,
-        progress: &mut dyn FnMut(u64, u64) -> bool,
-    ) -> Result<Transfer> {
-        let newest = self.log.lock().pipeline.appended();
-        let state = &self.state;
-        let export = Arc::new(Export::new(&state.base, &state.path, target)?);
-        let reader = ExportReader(state, export.clone());
-        self.log
-            .order(KeeperTask::Export(newest, state.clone(), export))?;
-        loop {
-            let (passed, size, copied) = reader.1.step()?;
-            if self.log.lock().keeper.stop {
-                return Err(ended_early("the log is being closed"));
-            }
-            if !progress(passed, size) {
-                return Err(ended_early("it was given up"));
-            }
-            if passed == size {
-                return Ok(Transfer {
-                    size,
-                    copied,
-                    shared: false,
-                });
-            }
-        }
-    }
-}
-
-/// Ends the export when the thread that copies the base image is done with it.
-struct ExportReader<'a>(&'a DiskState, Arc<Export>);
-
-impl Drop for ExportReader<'_> {
-    fn drop(&mut self) {
-        self.0.end_export(&self.1);
     }
 }
 

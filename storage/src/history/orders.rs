@@ -6,15 +6,13 @@ use crate::SECTOR_SIZE;
 use crate::catalog::identity::written;
 use crate::catalog::retention::Retention;
 use crate::catalog::snapshot::{Snapshot, SnapshotName};
-use crate::error::{Error, ErrorKind, Result, invalid};
+use crate::error::{Error, ErrorKind, Result};
 use crate::format::Control;
 use crate::history::keeper::Keeper;
 use crate::log::disk_state::DiskState;
-use crate::log::export::Export;
 use crate::log::orders::{KeeperOrder, KeeperTask};
 use crate::log::pin::{Pin, PinUser, PinnedLog};
 use crate::medium::file::set_size;
-use crate::sync::Arc;
 use crate::sync::atomic::Ordering;
 
 impl Keeper {
@@ -35,7 +33,6 @@ impl Keeper {
         let done = match task {
             KeeperTask::Checkpoint(lsn) => self.checkpoint_to(lsn, false),
             KeeperTask::CopyBack(disk) => self.bring_up_to_date(&disk),
-            KeeperTask::Export(lsn, disk, export) => self.begin_export(lsn, &disk, export),
             KeeperTask::Grow(disk, size) => self.grow(&disk, size),
             KeeperTask::Add(options, path, adopt, added) => {
                 self.add((&options, &path), adopt).map(|disk| {
@@ -207,26 +204,6 @@ impl Keeper {
         if self.log.lock().keeper.is_over() {
             return Err(self.log.closed());
         }
-        Ok(())
-    }
-
-    /// Begins an export of the disk as of an LSN, at least `lsn`.
-    pub(crate) fn begin_export(
-        &mut self,
-        lsn: u64,
-        disk: &DiskState,
-        export: Arc<Export>,
-    ) -> Result<()> {
-        if self.log.lock().keeps_history() {
-            return Err(invalid(format!(
-                "{}: the log keeps history, which the checkpoint before an export would end; make a snapshot, and once \
-                 the disk is closed copy that with 'walvisor disk clone --at snapshot:NAME'",
-                self.log.dir.display()
-            )));
-        }
-        self.checkpoint_to(lsn, true)?;
-        export.begin(disk.sectors() * SECTOR_SIZE)?;
-        disk.exports.lock().expect("exports lock").push(export);
         Ok(())
     }
 

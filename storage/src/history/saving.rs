@@ -14,6 +14,7 @@ use crate::history::saved_file::SavedFileWriter;
 use crate::log::disk_state::DiskState;
 use crate::medium::cost::MediumCost;
 use crate::medium::filesystem::remove_leftover;
+use crate::mutant::{Mutant, planted};
 
 /// How an attempt to save what snapshots need ended.
 enum SaveOutcome {
@@ -61,7 +62,10 @@ impl Keeper {
     ) -> Result<SaveOutcome> {
         let control = &self.control.control;
         let reached = control.header.checkpoint_lsn.get();
-        let snapshots = control.snapshots.iter().map(|entry| entry.lsn.get());
+        let snapshots = control.snapshots.iter();
+        let snapshots = snapshots
+            .filter(|entry| !(planted(Mutant::ExportUnsaved) && Snapshot::is_of_export(entry)))
+            .map(|entry| entry.lsn.get());
         let newest = snapshots.filter(|lsn| *lsn <= reached).max();
         let Some(lsn) = newest.filter(|lsn| *lsn < control.with_rewinds(until)) else {
             self.saving = None;

@@ -1,6 +1,5 @@
 //! An open disk as all threads of its log see it.
 
-use std::ops::Range;
 use std::path::PathBuf;
 
 use crate::catalog::options::{CacheMode, DiskOptions};
@@ -8,7 +7,6 @@ use crate::catalog::rewind::Timeline;
 use crate::error::{Error, Result};
 use crate::format::{DiskEntry, RewindEntry, Uuid};
 use crate::index::Index;
-use crate::log::export::Export;
 use crate::log::image::Image;
 use crate::log::sharing::SharingCounters;
 use crate::medium::mark::ImageMark;
@@ -44,8 +42,6 @@ pub(crate) struct DiskState {
     /// The disk's newest record: what a FLUSH has to wait for.
     pub last_lsn: AtomicU64,
     pub index: RwLock<Index>,
-    /// The running exports of the base image.
-    pub exports: Mutex<Vec<Arc<Export>>>,
     /// Why the image can't be brought up to date, while that is so.
     pub image_trouble: Mutex<Option<Trouble>>,
     /// The image's spill file may take no more, so writes fail or wait.
@@ -75,7 +71,6 @@ impl DiskState {
             rewinds: Mutex::default(),
             last_lsn: AtomicU64::new(0),
             index: RwLock::default(),
-            exports: Mutex::default(),
             image_trouble: Mutex::default(),
             spill_full: AtomicBool::new(false),
             sharing: Arc::new(SharingCounters::new(entry.id.get())),
@@ -90,22 +85,6 @@ impl DiskState {
         self.no_flush = asked.cache == CacheMode::Unsafe;
         self.write_cache = AtomicBool::new(asked.cache != CacheMode::Writethrough);
         self.detached = AtomicBool::new(false);
-    }
-
-    /// Ends an export of this disk. Called by its reader.
-    pub(crate) fn end_export(&self, export: &Arc<Export>) {
-        let mut exports = self.exports.lock().expect("exports lock");
-        exports.retain(|other| !Arc::ptr_eq(other, export));
-        drop(exports);
-        export.end();
-    }
-
-    /// Called before the base image changes in a range of bytes: running exports copy what it holds
-    /// there, from the start of the range. Returns how far they got.
-    pub(crate) fn save(&self, range: Range<u64>) -> u64 {
-        let exports = self.exports.lock().expect("exports lock").clone();
-        let saved = exports.iter().map(|export| export.save(range.clone()));
-        saved.min().unwrap_or(range.end)
     }
 
     /// Writes the base image's mark, and makes the mark and all earlier writes to the image

@@ -1,5 +1,5 @@
-//! A thread for operations on one image. An image may never answer, and the log's keeper must go on
-//! all the same.
+//! A thread for operations on one file, an image or the target of an export. It may never answer,
+//! and the log's keeper and the export must go on all the same.
 
 use std::sync::mpsc::{self, Receiver, Sender};
 use std::time::Duration;

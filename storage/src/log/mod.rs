@@ -7,7 +7,6 @@ pub(crate) mod commit_delay;
 pub(crate) mod committer;
 pub(crate) mod counters;
 pub(crate) mod disk_state;
-pub(crate) mod export;
 pub(crate) mod group;
 pub(crate) mod image;
 pub(crate) mod image_thread;

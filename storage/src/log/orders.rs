@@ -1,9 +1,9 @@
-//! Orders to the keeper, whose callers wait for the result: checkpoint now, begin an export, grow a
-//! disk, add or remove one, make a snapshot, look at a disk in use, or restore it in place.
+//! Orders to the keeper, whose callers wait for the result: checkpoint now, grow a disk, add or
+//! remove one, make a snapshot, look at a disk in use, or restore it in place.
 //!
 //! ```text
 //!   Disk::checkpoint ───┐                          ┌─▶ keeper: checkpoint until the LSN is in the base images
-//!   Disk::export ───────┤                          ├─▶ the same, and nothing more is; then the image is copied
+//!   Disk::export ───────┤                          ├─▶ keeper: a snapshot that nobody sees, and a look at it
 //!   Disk::grow ─────────┼─▶ Log::order ─▶ orders ──┼─▶ keeper: control file, base image, control file
 //!   Store::add_disk ────┤                          ├─▶ keeper: control file, the image's mark, control file
 //!   Store::remove_disk ─┘                          └─▶ keeper: copy of the disk's records, control file, mark
@@ -22,7 +22,6 @@ use crate::catalog::snapshot::{SavedFiles, Snapshot, SnapshotName};
 use crate::error::{Error, Result};
 use crate::index::ExtentMap;
 use crate::log::disk_state::DiskState;
-use crate::log::export::Export;
 use crate::log::pin::{PinUser, PinnedBase, PinnedLog};
 use crate::sync::{self, Arc, mpsc};
 use crate::{Condition, Trouble};
@@ -48,8 +47,6 @@ pub(crate) enum KeeperTask {
     Checkpoint(u64),
     /// Copy a disk's spill file back to its image.
     CopyBack(Arc<DiskState>),
-    /// Bring the base images to one LSN, this one or later, and begin the disk's export.
-    Export(u64, Arc<DiskState>, Arc<Export>),
     /// Grow a disk to this many bytes; never shrinks it.
     Grow(Arc<DiskState>, u64),
     /// Add a disk, at this path with links resolved.

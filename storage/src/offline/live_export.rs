@@ -2,33 +2,42 @@
 //!
 //! ```text
 //!   the point is kept ─────────────────────────────────────────────────────▶ and let go
-//!   look ── copy ──▶ closed while the log is folded ──▶ look ── copy ──▶ ...
+//!   look ── copy ──▶ closed while the log makes room ──▶ look ── copy ──▶ ...
 //! ```
-//! While a look is open, the log can't be folded. So an export of a log with history closes its
-//! look when the log needs room, and goes on with another look at the same point. The point is kept
+//! While a look is open, the log can't be copied to the images. So an export closes its look when
+//! the log needs room, and goes on with another look at the same point. The point is kept
 //! as a snapshot is, but nobody sees it: what the image loses meanwhile is saved beside the log.
+//!
+//! The file that is copied to may not answer. So another thread writes to it, which has no look.
 
+use std::collections::VecDeque;
 use std::fs::File;
 use std::ops::Range;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::sync::atomic::AtomicU64;
 use std::time::Duration;
 
 use crate::catalog::snapshot::{Snapshot, SnapshotName};
 use crate::disk::handle::Disk;
-use crate::error::{Error, Result};
+use crate::error::{Error, ErrorKind, Result, invalid};
 use crate::history::look::Look;
 use crate::history::point::Point;
-use crate::log::export::{TARGET, ended_early, sized};
+use crate::log::image::Image;
+use crate::log::image_thread::ImageThread;
 use crate::log::orders::KeeperTask;
 use crate::log::pin::{PinUser, PinnedLog};
 use crate::log::state::Log;
-use crate::medium::copying::{KERNEL_COPY_BYTES, NamedFile, copy};
-use crate::offline::view::{DataPlace, Layers};
+use crate::medium::copying::{COPY_BYTES, KERNEL_COPY_BYTES, NamedFile, NamedSource, copy};
+use crate::medium::file::size_error;
+use crate::medium::segment::LogRead;
+use crate::offline::view::DataPlace;
 use crate::sync;
+use crate::sync::Arc;
 use crate::sync::atomic::Ordering;
-use crate::{Backend, SECTOR_SIZE, Transfer};
+use crate::{Backend, Buffer, SECTOR_SIZE, Transfer};
 
+/// Bytes of the disk whose parts are listed at a time.
+const LISTED_BYTES: u64 = 64 << 20;
 /// The copy is synced whenever this many bytes were copied. If the log fills up meanwhile, writers
 /// wait for that.
 const SYNC_BYTES: u64 = 16 << 20;
@@ -39,6 +48,9 @@ const COPY_SHARE: u32 = 4;
 /// goes on: the log may stay as full as it is.
 const ROOM_POLL: Duration = Duration::from_millis(5);
 const ROOM_POLLS: u32 = 1000;
+
+/// The exported file in errors: only its descriptor is known.
+pub(crate) const TARGET: &str = "the exported file";
 
 /// A point of a disk in use, kept for an export until this is dropped.
 struct KeptPoint<'a> {
@@ -127,22 +139,155 @@ pub(crate) fn refuse_obstruction(log: &Log, point: SnapshotName) -> Result<()> {
 }
 
 /// How far an export has come, in bytes.
-#[derive(Clone, Copy, Default)]
+#[derive(Default)]
 pub(crate) struct CopyProgress {
     /// Bytes of the disk that were copied or found to be holes.
     pub passed: u64,
     copied: u64,
     /// Of these, those whose copy was synced.
     synced: u64,
+    /// The next parts with data, up to `listed`.
+    parts: VecDeque<(Range<u64>, DataPlace)>,
+    listed: u64,
+}
+
+/// A part of the disk to copy.
+pub(crate) struct CopyPart {
+    /// Where it ends.
+    pub end: u64,
+    pub work: TargetWork,
 }
 
 impl CopyProgress {
-    /// Syncs the copy, and drops its cached pages: a large copy must not fill memory with dirty
-    /// pages.
-    pub(crate) fn sync(&mut self, to: NamedFile<'_>) -> Result<()> {
-        self.synced = self.copied;
-        let synced = to.file.drop_cache();
-        synced.map_err(|error| Error::io("write", to.path, error))
+    /// The next part, as a look shows it; `None` if there is none before `size`.
+    ///
+    /// # Errors
+    /// If the look can't be read.
+    pub(crate) fn next(&mut self, look: &Look, size: u64) -> Result<Option<CopyPart>> {
+        let layers = look.layers();
+        loop {
+            let Some((range, data)) = self.parts.pop_front() else {
+                let from = self.passed.max(self.listed);
+                if from >= size {
+                    self.passed = size;
+                    return Ok(None);
+                }
+                self.listed = from.saturating_add(LISTED_BYTES).min(size);
+                let parts = layers.data(from..self.listed, KERNEL_COPY_BYTES);
+                self.parts = parts.collect::<Result<_>>()?;
+                continue;
+            };
+            let (start, mut end) = (range.start, range.end);
+            let work = match data {
+                DataPlace::Zero => continue,
+                DataPlace::Base => {
+                    let (image, path) = (look.past.base.clone(), look.past.path.clone());
+                    TargetWork::Image(image, path, range)
+                }
+                DataPlace::Log { segment, offset } => {
+                    if end - start > COPY_BYTES {
+                        end = start + COPY_BYTES;
+                        let rest = DataPlace::Log {
+                            segment: segment.clone(),
+                            offset: offset + COPY_BYTES,
+                        };
+                        self.parts.push_front((end..range.end, rest));
+                    }
+                    let read = LogRead::new(segment, offset, (end - start) as usize);
+                    TargetWork::Bytes(read.read()?, start)
+                }
+            };
+            return Ok(Some(CopyPart { end, work }));
+        }
+    }
+
+    /// Lists the parts again: the look at them is closed.
+    pub(crate) fn close_look(&mut self) {
+        self.parts.clear();
+        self.listed = 0;
+    }
+
+    /// Everything up to `end` is copied; this part had so many bytes.
+    pub(crate) fn pass(&mut self, end: u64, bytes: u64) {
+        self.passed = end;
+        self.copied += bytes;
+    }
+}
+
+/// What is done to the target.
+pub(crate) enum TargetWork {
+    /// Make it so many zero bytes long. It must be an empty regular file.
+    Size(u64),
+    /// Copy a range of the image at this path.
+    Image(Arc<Image>, PathBuf, Range<u64>),
+    /// Write these bytes at an offset.
+    Bytes(Buffer, u64),
+    /// Sync, and drop cached pages: a large copy must not fill memory with dirty pages.
+    Sync,
+}
+
+impl TargetWork {
+    fn is_of_image(&self) -> bool {
+        matches!(self, Self::Image(..))
+    }
+
+    /// Returns how many bytes were copied.
+    ///
+    /// # Errors
+    /// If the image can't be read, or the target can't be written or have this size;
+    /// [`ErrorKind::InvalidInput`] if it is not fit.
+    pub(crate) fn carry_out(self, target: &File) -> Result<u64> {
+        let to = NamedFile {
+            file: target,
+            path: Path::new(TARGET),
+        };
+        let failed = |error| Error::io("write", to.path, error);
+        match self {
+            Self::Size(size) => {
+                let metadata = target.metadata();
+                let metadata = metadata.map_err(|e| Error::io("read its metadata", to.path, e))?;
+                if !metadata.is_file() || metadata.len() > 0 {
+                    return Err(invalid(format!("{TARGET}: not an empty regular file")));
+                }
+                let resized = to.file.set_len(size);
+                resized.map_err(|error| size_error(to.path, size, error))?;
+                Ok(0)
+            }
+            Self::Image(image, path, range) => {
+                let from = NamedSource {
+                    file: image.as_ref(),
+                    path: &path,
+                };
+                copy(from, to, range.clone())?;
+                Ok(range.end - range.start)
+            }
+            Self::Bytes(bytes, at) => {
+                to.file.write_all_at(&bytes, at).map_err(failed)?;
+                Ok(bytes.len() as u64)
+            }
+            Self::Sync => to.file.drop_cache().map_err(failed).map(|()| 0),
+        }
+    }
+}
+
+/// The target, which may never answer, and the thread that writes to it.
+struct Target {
+    file: Arc<File>,
+    thread: ImageThread,
+}
+
+impl Target {
+    /// Has the thread do something, and waits for it. Calls `waiting` meanwhile, which fails if the
+    /// export should end. The thread then ends once the target answers.
+    fn carry_out(&self, work: TargetWork, waiting: &mut dyn FnMut() -> Result<()>) -> Result<u64> {
+        let file = self.file.clone();
+        let answer = self.thread.begin(false, move || work.carry_out(&file));
+        loop {
+            if let Some(done) = answer.wait(ROOM_POLL) {
+                return done;
+            }
+            waiting()?;
+        }
     }
 }
 
@@ -152,29 +297,21 @@ impl Disk {
     /// `progress` gets the number of bytes passed so far and the disk's size, and returns `false`
     /// to end the export.
     ///
-    /// If the log keeps history, what is not copied yet is saved beside the log before a checkpoint
-    /// overwrites it, as for a snapshot. Otherwise the log is first copied to the base images, as
-    /// by [`checkpoint`](Self::checkpoint), and until the export ends, each checkpoint first copies
-    /// to `target` what it is about to overwrite.
+    /// What is not copied yet is saved beside the log before a checkpoint overwrites it, as for a
+    /// snapshot. So nothing but this thread waits for `target`.
     ///
     /// # Errors
-    /// As [`checkpoint`](Self::checkpoint), or [`look`](Self::look); if the disk can't be read or
-    /// `target` can't be written; if `progress` has ended the export. `target` keeps what was
-    /// copied so far.
+    /// As [`look`](Self::look); if the disk can't be read or `target` can't be written; if
+    /// `progress` has ended the export. `target` keeps what was copied so far.
     pub fn export(
         &self,
         target: File,
         progress: &mut dyn FnMut(u64, u64) -> bool,
     ) -> Result<Transfer> {
-        let keeps_history = self.log.lock().keeps_history();
-        if keeps_history {
-            self.export_at(Point::Newest, target, progress)
-        } else {
-            self.export_base(target, progress)
-        }
+        self.export_at(Point::Newest, target, progress)
     }
 
-    /// As [`export`](Self::export) with a log that keeps history, but as of a point in the past.
+    /// As [`export`](Self::export), but as of a point in the past.
     ///
     /// # Errors
     /// As [`export`](Self::export) and [`look`](Self::look).
@@ -185,11 +322,11 @@ impl Disk {
         progress: &mut dyn FnMut(u64, u64) -> bool,
     ) -> Result<Transfer> {
         let mut opening = sync::now();
-        let (point, mut look) = KeptPoint::new(self, at)?;
+        let (point, look) = KeptPoint::new(self, at)?;
         let size = look.sectors() * SECTOR_SIZE;
-        let to = NamedFile {
-            file: &sized(target, size)?,
-            path: Path::new(TARGET),
+        let target = Target {
+            file: Arc::new(target),
+            thread: ImageThread::default(),
         };
         let mut go_on = |passed: u64| {
             refuse_obstruction(&self.log, point.name)?;
@@ -200,21 +337,45 @@ impl Disk {
             }
         };
         let mut done = CopyProgress::default();
+        let mut until = sync::now() + COPY_SHARE * sync::now().duration_since(opening);
+        let mut look = Some(look);
+        let mut due = Some(TargetWork::Size(size));
         loop {
-            let copying = sync::now();
-            let until = copying + COPY_SHARE * copying.duration_since(opening);
-            copy_while(look.layers(), to, size, &mut done, &mut |passed| {
-                go_on(passed)?;
-                Ok(!should_give_way(&self.log, sync::now() < until))
+            let (work, end) = match (due.take(), &look) {
+                (Some(work), _) => (work, None),
+                (None, Some(look)) => match done.next(look, size)? {
+                    Some(part) => (part.work, Some(part.end)),
+                    None => break,
+                },
+                (None, None) => {
+                    point.await_room(&mut || go_on(done.passed))?;
+                    opening = sync::now();
+                    look = Some(point.look()?);
+                    until = sync::now() + COPY_SHARE * sync::now().duration_since(opening);
+                    continue;
+                }
+            };
+            let (passed, is_of_image) = (done.passed, work.is_of_image());
+            let bytes = target.carry_out(work, &mut || {
+                if should_give_way(&self.log, sync::now() < until) {
+                    look = None;
+                }
+                go_on(passed)
             })?;
-            if done.passed == size {
-                break;
+            match end {
+                None => done.synced = done.copied,
+                Some(end) if look.is_some() || !is_of_image => done.pass(end, bytes),
+                // The image may have changed since the look was closed.
+                Some(_) => {}
             }
-            drop(look);
-            done.sync(to)?;
-            point.await_room(&mut || go_on(done.passed))?;
-            opening = sync::now();
-            look = point.look()?;
+            go_on(done.passed)?;
+            let gives_way = look.is_none() || should_give_way(&self.log, sync::now() < until);
+            if gives_way {
+                look = None;
+                done.close_look();
+            }
+            let syncs = gives_way || done.copied - done.synced >= SYNC_BYTES;
+            due = end.filter(|_| syncs).map(|_| TargetWork::Sync);
         }
         progress(size, size);
         Ok(Transfer {
@@ -225,47 +386,7 @@ impl Disk {
     }
 }
 
-/// Copies a disk from `done.passed` on. After each part, `go_on` gets how far that is, and returns
-/// whether to go on.
-pub(crate) fn copy_while(
-    layers: Layers<'_>,
-    to: NamedFile<'_>,
-    size: u64,
-    done: &mut CopyProgress,
-    go_on: &mut dyn FnMut(u64) -> Result<bool>,
-) -> Result<()> {
-    for part in layers.data(done.passed..size, KERNEL_COPY_BYTES) {
-        let (range, data) = part?;
-        let end = range.end;
-        done.copied += copy_part(layers, to, range, &data)?;
-        done.passed = end;
-        if !go_on(end)? {
-            return Ok(());
-        }
-        if done.copied - done.synced >= SYNC_BYTES {
-            done.sync(to)?;
-        }
-    }
-    done.passed = size;
-    Ok(())
-}
-
-/// Copies a part of a disk to a file of zeroes. Returns how many bytes.
-fn copy_part(
-    layers: Layers<'_>,
-    to: NamedFile<'_>,
-    range: Range<u64>,
-    data: &DataPlace,
-) -> Result<u64> {
-    let bytes = range.end - range.start;
-    match data {
-        DataPlace::Base => copy(layers.base, to, range)?,
-        DataPlace::Zero => return Ok(0),
-        DataPlace::Log { .. } => layers.read(range, data, &mut |at, bytes: &[u8]| {
-            let written = to.file.write_all_at(bytes, at);
-            written.map_err(|error| Error::io("write", to.path, error))?;
-            Ok(true)
-        })?,
-    }
-    Ok(bytes)
+/// The error of an export that is ended before it is complete.
+fn ended_early(why: &str) -> Error {
+    Error::new(ErrorKind::Io, format!("{TARGET}: not complete: {why}"))
 }

@@ -1,6 +1,6 @@
 //! What has changed since a snapshot of a disk in use, beside copies in any order.
 
-use super::exports::{Bench, SECTORS};
+use super::bench::{Bench, SECTORS};
 use crate::mutant::{Mutant, PLANTED};
 use crate::{Retention, Tracked};
 

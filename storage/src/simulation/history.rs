@@ -80,17 +80,13 @@ pub(super) struct Totals {
     pub looks_at_times: u64,
     /// Points refused because the base images have moved past them.
     pub refused_points: u64,
-    /// Exports of disks in use that began.
-    pub exports: u64,
-    /// Of these, exports that came to their end.
-    pub exported: u64,
     /// Exports of points of disks in use that began.
     pub point_exports: u64,
     /// Times that such an export gave way.
     pub gave_way: u64,
     /// Times that it went on after that.
     pub looked_again: u64,
-    /// Such exports that came to their end.
+    /// Of these, exports that came to their end.
     pub points_exported: u64,
     /// Processes that ended and left the point of an export.
     pub points_left: u64,
@@ -186,8 +182,6 @@ impl super::Total for Totals {
         self.live_looks += other.live_looks;
         self.looks_at_times += other.looks_at_times;
         self.refused_points += other.refused_points;
-        self.exports += other.exports;
-        self.exported += other.exported;
         self.point_exports += other.point_exports;
         self.gave_way += other.gave_way;
         self.looked_again += other.looked_again;
@@ -253,8 +247,6 @@ impl Totals {
         ];
         let rarely = [
             self.looks_at_times,
-            self.exports,
-            self.exported,
             self.live_rewinds_cut,
             self.deleted_in_use,
             self.deleted_in_copies,

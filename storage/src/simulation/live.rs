@@ -7,7 +7,6 @@
 //! meanwhile. A point is refused only if the base images have moved past it.
 
 use std::fs::File;
-use std::os::unix::fs::FileExt;
 
 use rustix::fs::MemfdFlags;
 
@@ -30,7 +29,6 @@ use crate::history::rewind_plan::RewindReport;
 use crate::log::clock::{CLOCKS, ClockReading};
 use crate::log::commit::Commit;
 use crate::log::disk_state::DiskState;
-use crate::log::export::Export;
 use crate::log::orders::RewindRequest;
 use crate::log::orders::{KeeperOrder, KeeperTask};
 use crate::log::pin::{PinUser, PinnedLog};
@@ -137,7 +135,6 @@ impl ExpiryState {
 #[derive(Default)]
 pub(super) struct LiveHandles {
     looks: Vec<OpenLook>,
-    exports: Vec<RunningExport>,
     pub point_export: Option<PointExport>,
     rewind: Option<PlannedRestore>,
 }
@@ -146,7 +143,6 @@ impl LiveHandles {
     /// Whether anything is open of this disk.
     fn has(&self, disk: usize) -> bool {
         self.looks.iter().any(|look| look.disk == disk)
-            || self.exports.iter().any(|export| export.disk == disk)
             || self.point_export.iter().any(|export| export.disk == disk)
             || self.rewind.iter().any(|rewind| rewind.disk == disk)
     }
@@ -157,16 +153,6 @@ struct OpenLook {
     look: Look,
     disk: usize,
     lsn: u64,
-    shows: Vec<u32>,
-}
-
-/// An export that is under way, and what it must have in the end.
-struct RunningExport {
-    export: Arc<Export>,
-    state: Arc<DiskState>,
-    disk: usize,
-    lsn: u64,
-    file: File,
     shows: Vec<u32>,
 }
 
@@ -216,7 +202,7 @@ pub(super) fn file_in_memory() -> File {
 
 impl History {
     /// What the disks were as of an LSN, if the oracle knows that.
-    fn as_of(&self, lsn: u64) -> Option<DiskContents> {
+    pub(super) fn as_of(&self, lsn: u64) -> Option<DiskContents> {
         if lsn >= self.first_lsn {
             return Some(self.after(lsn));
         }
@@ -298,7 +284,7 @@ impl History {
             }
             1..4 if free => self.begin_look(running)?,
             4 => self.end_look(),
-            5 if free => self.begin_export(running)?,
+            5 if free && self.in_use.point_export.is_none() => self.begin_point_export(running)?,
             6..9 if free => self.plan_or_rewind(running)?,
             // What is planned holds the log, and the reads of an absent port may never end.
             6..9 if clients.away.is_some() => drop(self.in_use.rewind.take()),
@@ -312,16 +298,10 @@ impl History {
         Ok(())
     }
 
-    /// Goes on with the exports, and looks at what is open.
+    /// Goes on with the export, and looks at what is open.
     pub(super) fn go_on(&mut self, running: &RunningStore) -> std::result::Result<(), Violation> {
         if self.in_use.point_export.is_some() && self.acts.one_in(4) {
             self.copy_point(running)?;
-        }
-        if self.acts.one_in(4)
-            && let Some(place) = (self.in_use.exports.len() as u64).checked_sub(1)
-        {
-            let place = self.acts.below(place + 1) as usize;
-            self.go_on_with(place)?;
         }
         if self.acts.one_in(8)
             && let Some(place) = (self.in_use.looks.len() as u64).checked_sub(1)
@@ -526,81 +506,6 @@ impl History {
         if let Some(last) = (self.in_use.looks.len() as u64).checked_sub(1) {
             let place = self.acts.below(last + 1) as usize;
             drop(self.in_use.looks.swap_remove(place));
-        }
-    }
-
-    /// Begins an export of a disk: of a point, if the log keeps history, and of its base image
-    /// otherwise.
-    fn begin_export(&mut self, running: &mut RunningStore) -> std::result::Result<(), Violation> {
-        if running.log().lock().keeps_history() {
-            return match self.in_use.point_export {
-                Some(_) => Ok(()),
-                None => self.begin_point_export(running),
-            };
-        }
-        if !self.in_use.exports.is_empty() {
-            return Ok(());
-        }
-        let which = self.acts.below(running.disks.len() as u64) as usize;
-        let (state, disk) = (running.disks[which].state.clone(), running.places[which]);
-        let file = file_in_memory();
-        let target = file.try_clone().expect("another handle");
-        let export = Export::new(&state.base, &state.path, target).expect("a new file is fit");
-        let (newest, export) = (running.appended(), Arc::new(export));
-        if let Err(error) = running.keeper.begin_export(newest, &state, export.clone()) {
-            return self.excuse(running, "an export", &error);
-        }
-        self.totals.exports += 1;
-        let lsn = running.keeper.control.control.header.checkpoint_lsn.get();
-        // Nothing may have changed since the log was opened.
-        let shows = self.after(lsn.max(self.first_lsn - 1))[disk].clone();
-        self.in_use.exports.push(RunningExport {
-            export,
-            state,
-            disk,
-            lsn,
-            file,
-            shows,
-        });
-        Ok(())
-    }
-
-    /// Copies the next part of an export, and compares the whole at its end.
-    fn go_on_with(&mut self, place: usize) -> std::result::Result<(), Violation> {
-        let exported = &self.in_use.exports[place];
-        let ended = match exported.export.step() {
-            Ok((passed, size, _)) if passed < size => return Ok(()),
-            Ok(_) => true,
-            Err(error) => {
-                let world = self.fixture.medium.lock();
-                if !world.crashed && !world.failed_read {
-                    return Err(format!("an export failed for no reason: {error}"));
-                }
-                false
-            }
-        };
-        let RunningExport {
-            export,
-            state,
-            disk,
-            lsn,
-            file,
-            shows,
-        } = self.in_use.exports.swap_remove(place);
-        state.end_export(&export);
-        if !ended {
-            return Ok(());
-        }
-        self.totals.exported += 1;
-        let mut copy = vec![0; (SECTORS * SECTOR_SIZE) as usize];
-        file.read_exact_at(&mut copy, 0).expect("the whole file");
-        let copy: Vec<u32> = copy.chunks(SECTOR_SIZE as usize).map(value_of).collect();
-        if copy == shows {
-            Ok(())
-        } else {
-            Err(format!(
-                "an export of disk {disk} as of LSN {lsn} has {copy:?} for {shows:?}"
-            ))
         }
     }
 

@@ -1,6 +1,6 @@
 //! Looks at a disk in use, beside changes, folds and checkpoints in any order.
 
-use super::exports::{Bench, SECTORS};
+use super::bench::{Bench, SECTORS};
 use super::oracle::value_of;
 use crate::catalog::snapshot::Snapshot;
 use crate::history::look::Look;

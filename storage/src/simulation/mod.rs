@@ -17,6 +17,8 @@
 //! `WALVISOR_TELL=1` prints what they do.
 
 mod absences;
+#[cfg(not(feature = "shuttle"))]
+mod bench;
 mod bytes;
 #[cfg(not(feature = "shuttle"))]
 mod changed;
@@ -27,8 +29,6 @@ mod crash_states;
 mod damaged;
 mod engine;
 mod exhaustive;
-#[cfg(not(feature = "shuttle"))]
-mod exports;
 mod files;
 mod fixture;
 mod history;

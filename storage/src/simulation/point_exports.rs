@@ -6,7 +6,6 @@
 
 use std::fs::File;
 use std::os::unix::fs::FileExt;
-use std::path::Path;
 
 use super::fixture::{Fixture, RunningStore, Shape, carry_out, filled};
 use super::history::{History, SECTORS};
@@ -20,12 +19,10 @@ use crate::error::{Error, ErrorKind};
 use crate::format::Control;
 use crate::history::look::Look;
 use crate::history::point::Point;
-use crate::log::export::{TARGET, sized};
 use crate::log::orders::KeeperTask;
 use crate::log::pin::PinUser;
-use crate::medium::copying::NamedFile;
 use crate::offline::live_export::{
-    CopyProgress, copy_while, point_to_keep, refuse_obstruction, should_give_way,
+    CopyProgress, TargetWork, point_to_keep, refuse_obstruction, should_give_way,
 };
 use crate::sync::atomic::Ordering;
 use crate::{CommitWait, Operation, SECTOR_SIZE};
@@ -55,19 +52,21 @@ pub(super) fn has_kept_point(control: &Control) -> bool {
 impl PointExport {
     /// Copies the next part, or gives way. Returns whether it gives way.
     fn step(&mut self, gives_way: bool) -> crate::Result<bool> {
-        let to = NamedFile {
-            file: &self.file,
-            path: Path::new(TARGET),
-        };
         let Some(look) = self.look.take_if(|_| gives_way) else {
             if let Some(look) = &self.look {
-                copy_while(look.layers(), to, SIZE, &mut self.done, &mut |_| Ok(false))?;
+                match self.done.next(look, SIZE)? {
+                    Some(part) => {
+                        let bytes = part.work.carry_out(&self.file)?;
+                        self.done.pass(part.end, bytes);
+                    }
+                    None => self.ended = true,
+                }
             }
-            self.ended = self.done.passed == SIZE;
             return Ok(false);
         };
         drop(look);
-        self.done.sync(to)?;
+        self.done.close_look();
+        TargetWork::Sync.carry_out(&self.file)?;
         Ok(true)
     }
 }
@@ -80,7 +79,13 @@ impl History {
     ) -> Result<(), Violation> {
         let which = self.acts.below(running.disks.len() as u64) as usize;
         let (live, disk) = (running.disks[which].clone(), running.places[which]);
-        let Some((lsn, then)) = self.some_point(running) else {
+        let point = if self.acts.one_in(2) {
+            let newest = running.newest_point();
+            self.as_of(newest).map(|then| (newest, then))
+        } else {
+            self.some_point(running)
+        };
+        let Some((lsn, then)) = point else {
             return Ok(());
         };
         let held = match running.keeper.hold(&live.state, PinUser::Export) {
@@ -120,6 +125,9 @@ impl History {
         }
         self.totals.point_exports += 1;
         trace(|| format!("an export of disk {disk} as of LSN {lsn} begins"));
+        let file = file_in_memory();
+        let fit = TargetWork::Size(SIZE).carry_out(&file);
+        fit.expect("a new file is fit");
         self.in_use.point_export = Some(PointExport {
             disk,
             live,
@@ -127,7 +135,7 @@ impl History {
             lsn,
             look: None,
             done: CopyProgress::default(),
-            file: sized(file_in_memory(), SIZE).expect("a new file is fit"),
+            file,
             shows: then[disk].clone(),
             ended: false,
         });

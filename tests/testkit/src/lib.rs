@@ -42,7 +42,7 @@ mod wait;
 
 pub use files::{copy_image, copy_log, mark};
 pub use log_lines::LogLines;
-pub use memory_fs::{MemoryFs, unmount};
+pub use memory_fs::{FrozenFs, MemoryFs, unmount};
 pub use process::{Daemon, Process, leash};
 pub use random::{Random, noise, pattern};
 pub use wait::{PATIENCE, wait_until};

@@ -51,6 +51,14 @@ impl MemoryFs {
         done.unwrap_or_else(|why| panic!("{options}: {why}"));
     }
 
+    /// Lets every write wait until the guard is dropped. Not for a tmpfs or ramfs.
+    #[must_use]
+    pub fn freeze(&self) -> FrozenFs<'_> {
+        let frozen = run("fsfreeze", &["--freeze", &self.path().to_string_lossy()]);
+        frozen.unwrap_or_else(|why| panic!("freeze: {why}"));
+        FrozenFs(self)
+    }
+
     fn call(&self, arguments: &[&str]) -> Result<(), String> {
         let place = self.path().to_string_lossy();
         run("mount", &[arguments, &[&place]].concat()).map(drop)
@@ -60,6 +68,19 @@ impl MemoryFs {
     #[must_use]
     pub fn path(&self) -> &Path {
         self.0.path()
+    }
+}
+
+/// A file system that does not answer. Dropping this thaws it.
+pub struct FrozenFs<'a>(&'a MemoryFs);
+
+impl Drop for FrozenFs<'_> {
+    fn drop(&mut self) {
+        // If this fails, the test hangs, and its time limit ends it.
+        let _ = run(
+            "fsfreeze",
+            &["--unfreeze", &self.0.path().to_string_lossy()],
+        );
     }
 }
 
