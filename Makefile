@@ -80,6 +80,7 @@ SOAK_HISTORIES ?= 1000000
 SOAK_INTERLEAVINGS ?= 50000
 SOAK_MEMBER_CYCLES ?= 1000
 SOAK_FAILING_ROUNDS ?= 200
+SOAK_BACKUP_SECONDS ?= 1200
 
 ## soak: thousands of power cuts, a million random histories, long fuzzing; WALVISOR_SEED=N repeats the power cuts
 soak: setup
@@ -88,6 +89,7 @@ soak: setup
 	WALVISOR_HISTORIES=$(SOAK_HISTORIES) $(CARGO) test --package walvisor-storage --lib --locked histories -- --nocapture
 	WALVISOR_MEMBER_CYCLES=$(SOAK_MEMBER_CYCLES) $(CARGO) test --package walvisor-storage --test members --locked -- --nocapture
 	WALVISOR_MEMBER_CYCLES=$(SOAK_MEMBER_CYCLES) $(CARGO) test --package walvisor --test serve --locked members -- --nocapture
+	WALVISOR_BACKUP_SECONDS=$(SOAK_BACKUP_SECONDS) $(CARGO) test --package walvisor --test serve --locked backup -- --nocapture
 	WALVISOR_FAILING_ROUNDS=$(SOAK_FAILING_ROUNDS) $(CARGO) test --package walvisor-tests --test media --locked failing -- --nocapture
 	WALVISOR_INTERLEAVINGS=$(SOAK_INTERLEAVINGS) \
 	  $(CARGO) test --package walvisor-storage --lib --features shuttle --locked interleavings -- --nocapture

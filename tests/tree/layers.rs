@@ -360,10 +360,7 @@ fn what_would_run_upwards_is_seen() {
     // What the root hands on is imported from where it is.
     let text = |name: &str, text: &str| (name.to_owned(), text.to_owned());
     let some = BTreeMap::from([
-        text(
-            "lib",
-            "mod low;\nmod high;\npub use high::Disk;\n",
-        ),
+        text("lib", "mod low;\nmod high;\npub use high::Disk;\n"),
         text("low", "fn f() { crate::Disk::open() }"),
         text("high", ""),
     ]);

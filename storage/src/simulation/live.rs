@@ -282,6 +282,10 @@ impl History {
             _ if free && self.in_use.point_export.is_some() && self.acts.one_in(2) => {
                 self.resume_point_export(running)?
             }
+            // The reads of an absent port may never end, and an export ends all the same.
+            _ if clients.away.is_some() && self.export_obstructs(running) => {
+                self.end_point_export(running)?
+            }
             1..4 if free => self.begin_look(running)?,
             4 => self.end_look(),
             5 if free && self.in_use.point_export.is_none() => self.begin_point_export(running)?,

@@ -212,7 +212,7 @@ impl History {
         };
         let (live, name) = (export.live.clone(), export.name);
         let detached = live.state.detached.load(Ordering::Relaxed);
-        let obstructs = refuse_obstruction(running.log(), name).is_err();
+        let obstructs = self.export_obstructs(running);
         if export.ended || detached || obstructs || self.acts.one_in(20) {
             return self.end_point_export(running);
         }
@@ -226,8 +226,14 @@ impl History {
         self.go_on_at(running, look)
     }
 
+    /// Whether the log can't make room because of the point of the export.
+    pub(super) fn export_obstructs(&self, running: &RunningStore) -> bool {
+        let mut export = self.in_use.point_export.iter();
+        export.any(|export| refuse_obstruction(running.log(), export.name).is_err())
+    }
+
     /// Lets go of the point of an export.
-    fn end_point_export(&mut self, running: &mut RunningStore) -> Result<(), Violation> {
+    pub(super) fn end_point_export(&mut self, running: &mut RunningStore) -> Result<(), Violation> {
         let Some(PointExport { name, look, .. }) = self.in_use.point_export.take() else {
             return Ok(());
         };

@@ -7,11 +7,12 @@ use std::path::Path;
 use std::process::{Command, Stdio};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::thread;
+use std::time::{Duration, Instant};
 
 use rustix::process::Signal;
 use serde_json::{Value, json};
 use walvisor_storage::{StoreOptions, create_disk, default_log_dir};
-use walvisor_testkit::nbd::RawClient;
+use walvisor_testkit::nbd::{FLUSH, RawClient, SimpleClient, WRITE};
 use walvisor_testkit::{MemoryFs, Process, wait_until};
 
 use super::{Daemon, MIB, WALVISOR, create, noise, text, walvisor};
@@ -153,6 +154,88 @@ fn export_beside_a_writer(keys: &str) {
     let expected = |line: &str| line.contains("no room for all the history it should keep");
     assert!(told.lines().all(expected), "{told}");
     assert_eq!(told.is_empty(), keys.is_empty());
+}
+
+/// One backup after another for three seconds, then none for three seconds, and so on. Prints what
+/// commits took with and without one; `WALVISOR_BACKUP_SECONDS=600` goes on for ten minutes.
+#[test]
+fn commits_go_on_beside_one_backup_after_another() {
+    let seconds = std::env::var("WALVISOR_BACKUP_SECONDS");
+    let seconds: u64 = seconds.map_or(12, |seconds| seconds.parse().unwrap());
+    for keys in ["", ",retain=1h"] {
+        commit_beside_backups(keys, Duration::from_secs(seconds / 2));
+    }
+}
+
+fn commit_beside_backups(keys: &str, time: Duration) {
+    const SIZE: u64 = 256 * MIB;
+    const TURN: Duration = Duration::from_secs(3);
+    let dir = tempfile::tempdir().unwrap();
+    let dir = dir.path();
+    let options = StoreOptions {
+        segment_size: 4 * MIB,
+        max_segments: 16,
+        ..StoreOptions::default()
+    };
+    let disk = dir.join("disk.img");
+    create_disk(&disk, SIZE, &default_log_dir(&disk), &options).unwrap();
+    let arguments = format!("--control ctl --disk path=disk.img,socket=s{keys}");
+    let daemon = Daemon::start(dir, &arguments);
+    let mut client = SimpleClient::connect(&dir.join("s"), "").unwrap();
+    let mut write = |offset: u64, bytes: usize| {
+        let mut data = noise(bytes);
+        let done = client.end(WRITE, offset, bytes, &mut data, false);
+        done.and_then(|()| client.end(FLUSH, 0, 0, &mut [], false))
+    };
+    (0..SIZE / MIB).for_each(|place| write(place * MIB, MIB as usize).unwrap());
+    let (copying, stop) = (AtomicBool::new(false), AtomicBool::new(false));
+    let (took, backups) = thread::scope(|scope| {
+        let stopping = StopGuard(&stop);
+        let writer = scope.spawn(|| {
+            let (mut took, mut number) = ([Vec::new(), Vec::new()], 0_u64);
+            while !stop.load(Ordering::Relaxed) {
+                number += 1;
+                let place = number.wrapping_mul(0x9e37_79b9_7f4a_7c15) >> 20;
+                let (before, began) = (copying.load(Ordering::Relaxed), Instant::now());
+                write(place % (SIZE / BLOCK) * BLOCK, BLOCK as usize).expect("no write fails");
+                let time = began.elapsed();
+                if before == copying.load(Ordering::Relaxed) {
+                    took[usize::from(before)].push(time);
+                }
+            }
+            took
+        });
+        let (end, mut backups) = (Instant::now() + time, 0);
+        while Instant::now() < end || backups == 0 {
+            thread::sleep(TURN);
+            let turn = Instant::now() + TURN;
+            while Instant::now() < turn {
+                copying.store(true, Ordering::Relaxed);
+                let output = walvisor(dir, "ctl ctl export -o copy --force");
+                copying.store(false, Ordering::Relaxed);
+                assert!(output.status.success(), "{}", text(&output.stderr));
+                backups += 1;
+            }
+        }
+        drop(stopping);
+        (writer.join().unwrap(), backups)
+    });
+    for (mut took, with) in took.into_iter().zip(["without", "with"]) {
+        took.sort_unstable();
+        let at = |part: usize| took[took.len() * part / 1000];
+        println!(
+            "retain{}: {} commits {with} a backup: p50 {:?}, p99 {:?}, p999 {:?}, longest {:?}",
+            keys.get(7..).unwrap_or("=off"),
+            took.len(),
+            at(500),
+            at(990),
+            at(999),
+            took.last().unwrap()
+        );
+    }
+    println!("{backups} backups of {} MiB", SIZE / MIB);
+    drop(client);
+    daemon.stop();
 }
 
 /// Whoever is killed, the file at the name is whole or missing, and the next export succeeds.
