@@ -86,7 +86,7 @@ impl Keeper {
             let pressed = heavy || state.is_pressed();
             let Some(range) = self.next_range(&mut state, pressed) else {
                 drop(state);
-                let full = starved || index >= log.index_limit;
+                let full = starved || log.index_is_full();
                 return match pinned {
                     // Writers wait until that has ended.
                     Some(_) if briefly => Ok(()),

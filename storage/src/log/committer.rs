@@ -102,7 +102,7 @@ impl Committer {
         // Half a segment at most: all pending records must fit the ring's last segment, which is
         // reserved for the keeper.
         let full = state.pipeline.bytes() >= PENDING_LIMIT.min(log.segment_size as usize / 2);
-        let many = index >= log.index_limit;
+        let many = log.index_is_full();
         let detached = disk.detached.load(Ordering::Relaxed);
         let spill_full = disk.spill_full.load(Ordering::Relaxed);
         let refused = detached || spill_full && !state.keeper.pauses;

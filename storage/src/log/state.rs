@@ -281,6 +281,11 @@ impl Log {
         self.counters.index.bytes() >= self.index_limit / 2
     }
 
+    /// Whether the index has no room, so that writers wait.
+    pub(crate) fn index_is_full(&self) -> bool {
+        self.counters.index.bytes() >= self.index_limit
+    }
+
     /// The memory limit of extents kept beside the index.
     pub(crate) fn beside_limit(&self) -> ExtentLimit {
         ExtentLimit::beside(&self.counters.beside_index, self.index_limit, &self.dir)

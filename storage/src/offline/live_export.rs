@@ -118,7 +118,8 @@ pub(crate) fn point_to_keep(disk: &Disk, at: Point, held: &PinnedLog) -> Result<
 /// log is pressed for room.
 pub(crate) fn should_give_way(log: &Log, early: bool) -> bool {
     let state = log.lock();
-    state.ring.is_full() || !early && (state.is_pressed() || log.index_is_heavy())
+    let waited_for = state.ring.is_full() || log.index_is_full();
+    waited_for || !early && (state.is_pressed() || log.index_is_heavy())
 }
 
 /// Refuses to go on with an export if the log is being closed, or can't make room because of its
@@ -130,7 +131,7 @@ pub(crate) fn refuse_obstruction(log: &Log, point: SnapshotName) -> Result<()> {
     }
     let mut inside_rewinds = state.keeper.inside_rewinds.iter();
     let held = inside_rewinds.any(|snapshot| snapshot.name == point);
-    if held && state.ring.is_full() {
+    if held && (state.ring.is_full() || log.index_is_full()) {
         return Err(ended_early(
             "a disk of the log was restored in place meanwhile, and the log is full; export it again",
         ));
