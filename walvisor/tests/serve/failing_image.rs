@@ -3,13 +3,16 @@
 
 use std::fs;
 use std::path::Path;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::thread;
+use std::time::{Duration, Instant};
 
 use serde_json::Value;
 use walvisor_storage::{StoreOptions, create_disk, move_to_log};
 use walvisor_testkit::nbd::{FLUSH, READ, SimpleClient, WRITE};
 use walvisor_testkit::{MemoryFs, wait_until};
 
-use super::slow_holes::mount;
+use super::slow_holes::{mount, mount_filtered};
 use super::{Daemon, MIB, noise, text, walvisor};
 
 const LENGTH: u64 = MIB / 16;
@@ -220,4 +223,97 @@ fn an_image_that_does_not_answer_does_not_stop_the_other_disk() {
             "place {place}"
         );
     }
+}
+
+/// How a neighbour commits while another disk writes as fast as it can, in turns: to an image that
+/// works, and to one that takes 300 ms for each write, or returns EIO. Prints both;
+/// `WALVISOR_SICK_SECONDS=1200` goes on for ten minutes with each kind.
+#[test]
+fn a_neighbour_commits_beside_an_image_that_is_slow_or_fails() {
+    let seconds = std::env::var("WALVISOR_SICK_SECONDS");
+    let seconds: u64 = seconds.map_or(24, |seconds| seconds.parse().unwrap());
+    let time = Duration::from_secs(seconds / 2);
+    commit_beside(
+        time,
+        "300 ms a write",
+        &["--filter=delay"],
+        &["wdelay=300ms"],
+    );
+    let dir = tempfile::tempdir().unwrap();
+    let failing = dir.path().join("failing");
+    let when = format!("error-pwrite-file={}", failing.display());
+    let parameters = ["error-pwrite=EIO", "error-pwrite-rate=100%", &when];
+    fs::write(&failing, "").unwrap();
+    commit_beside(time, "EIO", &["--filter=error"], &parameters);
+}
+
+fn commit_beside(time: Duration, kind: &str, filters: &[&str], parameters: &[&str]) {
+    const TURN: Duration = Duration::from_secs(3);
+    let dir = tempfile::tempdir().unwrap();
+    let dir = dir.path();
+    let Some(_sick) = mount_filtered(dir, (filters, parameters)) else {
+        return;
+    };
+    let options = StoreOptions {
+        segment_size: 4 * MIB,
+        max_segments: 16,
+        ..StoreOptions::default()
+    };
+    for image in ["well.img", "other.img"] {
+        create_disk(&dir.join(image), 16 * MIB, &dir.join("log"), &options).unwrap();
+    }
+    let sick = dir.join("slow/disk.img");
+    move_to_log(&sick, &dir.join("none"), &dir.join("log"), &options, &[]).unwrap();
+    let disk =
+        |path: &str, name: &str| format!(" --disk path={path},log=log,socket=s,serial={name}");
+    let disks = [
+        ("well.img", "well"),
+        ("other.img", "other"),
+        ("slow/disk.img", "sick"),
+    ];
+    let disks = disks.map(|(path, name)| disk(path, name)).concat();
+    let daemon = Daemon::start(dir, &format!("--control ctl{disks}"));
+    let connect = |export: &str| SimpleClient::connect(&dir.join("s"), export).unwrap();
+    let (stop, beside) = (AtomicBool::new(false), AtomicBool::new(false));
+    let mut found = [(0, Duration::ZERO); 2];
+    thread::scope(|scope| {
+        scope.spawn(|| {
+            let mut writers = [connect("other"), connect("sick")];
+            for number in 0_u64.. {
+                if stop.load(Ordering::Relaxed) {
+                    break;
+                }
+                let writer = &mut writers[usize::from(beside.load(Ordering::Relaxed))];
+                write(writer, number * 7 % (16 * MIB / LENGTH));
+                flush(writer);
+            }
+        });
+        let mut well = connect("well");
+        let (end, mut number) = (Instant::now() + time, 0);
+        while Instant::now() < end || beside.load(Ordering::Relaxed) {
+            let turn = Instant::now() + TURN;
+            let (commits, longest) = &mut found[usize::from(beside.load(Ordering::Relaxed))];
+            while Instant::now() < turn {
+                let began = Instant::now();
+                let mut data = noise(4096);
+                number += 1;
+                let place = number * 13 % 4096 * 4096;
+                well.end(WRITE, place, 4096, &mut data, false).unwrap();
+                flush(&mut well);
+                *commits += 1;
+                *longest = began.elapsed().max(*longest);
+            }
+            beside.fetch_not(Ordering::Relaxed);
+        }
+        stop.store(true, Ordering::Relaxed);
+    });
+    let [(with_other, longest_other), (with_sick, longest_sick)] = found;
+    println!(
+        "beside a writer whose image works: {with_other} commits, longest {longest_other:?}; {kind}: {with_sick}, longest \
+         {longest_sick:?}; kept {:.2}; it is told as {}",
+        f64::from(with_sick) / f64::from(with_other.max(1)),
+        condition(dir, "sick")["name"]
+    );
+    assert!(with_sick > 0);
+    daemon.kill();
 }

@@ -26,7 +26,8 @@ pub(super) struct SlowFileSystem {
 impl SlowFileSystem {
     /// 16 MiB at `mountpoint/disk.img`. `None`: this machine has no FUSE, and `skipped: why` was
     /// printed.
-    fn mount(mountpoint: &Path) -> Option<Self> {
+    /// `filters`: options of nbdkit that name filters, and then their parameters.
+    fn mount(mountpoint: &Path, filters: (&[&str], &[&str])) -> Option<Self> {
         if !Path::new("/dev/fuse").exists() {
             println!("skipped: no /dev/fuse");
             return None;
@@ -40,7 +41,9 @@ impl SlowFileSystem {
             .args(["-o", "attr_timeout=0"])
             .arg(&image)
             .args(["--command", "nbdkit", "-s", "--exit-with-parent"])
+            .args(filters.0)
             .args(["memory", "16M"])
+            .args(filters.1)
             .stdin(Stdio::null());
         let fuse = Process::spawn(&mut command);
         let slow = Self {
@@ -83,11 +86,16 @@ impl Drop for SlowFileSystem {
 
 /// A file system as above. `None`: this machine has none, and `skipped: why` was printed.
 pub(super) fn mount(dir: &Path) -> Option<SlowFileSystem> {
+    mount_filtered(dir, (&[], &[]))
+}
+
+/// As [`mount`], with options of nbdkit that name filters, and these filters' parameters.
+pub(super) fn mount_filtered(dir: &Path, filters: (&[&str], &[&str])) -> Option<SlowFileSystem> {
     let here = have("nbdsh", "python3-libnbd")
         && have("nbdfuse", "libnbd-bin")
         && have("nbdkit", "nbdkit")
         && have("fusermount3", "fuse3");
-    here.then(|| SlowFileSystem::mount(&dir.join("slow")))
+    here.then(|| SlowFileSystem::mount(&dir.join("slow"), filters))
         .flatten()
 }
 
