@@ -425,8 +425,7 @@ impl Scale {
         }
     }
 
-    /// The same with its ticks at the values themselves if they are few, such as numbers of
-    /// clients.
+    /// Puts ticks at the values if a logarithmic axis has at most ten.
     fn at_values(mut self) -> Self {
         if self.log && self.values.len() <= 10 {
             self.ticks.clone_from(&self.values);

@@ -154,7 +154,7 @@ pub(crate) struct UnansweredIo {
     engine: Box<dyn Engine>,
     /// What the engine signals.
     _event: Event,
-    /// The disk and the number of operations, by the number of their run.
+    /// Abandoned runs: number to disk, and operations in flight.
     runs: HashMap<u64, (u32, usize)>,
 }
 
@@ -180,7 +180,7 @@ impl UnansweredIo {
     }
 }
 
-/// Counts down the operations of a run that nobody waits for. Returns whether this is such a run.
+/// Records that an operation of an abandoned run ended; `false` if the run was not abandoned.
 fn end_unanswered(runs: &mut HashMap<u64, (u32, usize)>, run: u64) -> bool {
     let Some((_, left)) = runs.get_mut(&run) else {
         return false;
@@ -417,7 +417,7 @@ impl<'a, R: Iterator<Item = (&'a Arc<DiskState>, Run)>> Copier<'a, R> {
         self.failures.slow_counts.then_some(OPERATION_LIMIT)
     }
 
-    /// Keeps the engine for what it still has in flight, if that was given up.
+    /// Keeps the engine alive for abandoned operations.
     fn leave_unanswered(self) {
         if !self.unanswered.is_empty() {
             self.failures.unanswered.push(UnansweredIo {

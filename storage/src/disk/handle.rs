@@ -105,7 +105,9 @@ impl Disk {
         let made = snapshots.find(|snapshot| snapshot.name == name);
         made.ok_or_else(|| {
             let dir = self.log.dir.display();
-            let message = format!("{dir}: snapshot '{name}' was deleted at once");
+            let message = format!(
+                "{dir}: snapshot '{name}' was made, and another request has already deleted it"
+            );
             Error::new(ErrorKind::NotFound, message)
         })
     }

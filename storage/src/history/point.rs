@@ -207,7 +207,7 @@ impl Point {
     }
 }
 
-/// As the command line takes it.
+/// In the syntax of `--at`.
 impl fmt::Display for Point {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {

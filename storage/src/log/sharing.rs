@@ -42,7 +42,7 @@ pub struct SyncPartner {
 /// The live counters behind [`SyncSharing`].
 #[derive(Debug, Default)]
 pub(crate) struct SharingCounters {
-    /// 0: they are the keeper's, which is no disk.
+    /// 0 for the keeper, which is not a disk.
     disk_id: u32,
     /// Groups that ended one request alone, which was the disk's.
     alone: AtomicU64,

@@ -465,7 +465,7 @@ impl Io {
     }
 }
 
-/// The writes that an append makes durable.
+/// Which writes an append's sync covers.
 #[derive(Debug)]
 pub(crate) enum SyncScope {
     /// Nothing yet.

@@ -98,8 +98,8 @@ impl OpenBase {
         Ok(opened)
     }
 
-    /// Opens the detached images among `disks`, except those that are in use: of a file that is
-    /// named twice, the use counts.
+    /// Opens the detached images among `disks`, except those that are in use. A file named both in
+    /// use and detached counts as in use.
     pub(crate) fn open_detached(
         disks: &[DiskOptions],
         in_use: &[Self],
@@ -379,8 +379,8 @@ fn accept(
         None => match base.identity.mark {
             Some(mark) if mark.open && mark.disk == entry.disk => {
                 return Err(wrong_log_error(format!(
-                    "{}: a copy of the image of an open disk whose newest bytes are no longer in the log in {}; put \
-                     the newest image back, or use this one as it is with: {}",
+                    "{}: this is a copy of an open disk's image, and its newest bytes have left the log in {}; put \
+                     the newest image back, or accept this one with: {}",
                     path.display(),
                     log_dir.display(),
                     discard_command(path, log_dir),

@@ -85,8 +85,8 @@ fn refuse_less_than_kept(log_dir: &Path, control: &ControlFile, count: u32) -> R
     let least = retain.least_segments(segment);
     match retain {
         Retention::Bytes(kept) if u64::from(count) < least => Err(invalid(format!(
-            "{}: it keeps the newest {kept} bytes of its history, which takes a log of {} bytes, and {} were asked \
-             for; first lower its retention: open one of its disks with retain=SIZE or retain=off, or use 'walvisor \
+            "{}: keeping {kept} bytes of history takes a log of {} bytes, more than the {} asked for; first lower its \
+             retention: open one of its disks with retain=SIZE or retain=off, or use 'walvisor \
              ctl SOCKET set-retain' while it is in use",
             log_dir.display(),
             least * segment,

@@ -416,7 +416,7 @@ fn lock_replaced(raw: &Path) -> Result<Option<Box<dyn DataFile>>> {
         Some(ImageMark { open: true, .. }) => Err(Error::new(
             ErrorKind::WrongLog,
             format!(
-                "{}: a disk that was not closed, with records in its log, is not replaced; name another file",
+                "{}: will not replace a disk that was not closed and still has records in its log; name another file",
                 raw.display()
             ),
         )),

@@ -67,7 +67,7 @@ pub(super) struct RawQueue {
     engine: Box<dyn Engine>,
     syncer: Arc<Syncer>,
     mailbox: Arc<RawMailbox>,
-    /// By the id of its operation, every request in the engine.
+    /// Requests in the engine, by operation id.
     requests: Slab<RawRequest>,
     /// Completions of requests that needed no I/O.
     done: Vec<Completion>,

@@ -146,7 +146,7 @@ impl ReaderThread {
 }
 
 impl Drop for ReaderThread {
-    /// Wait for the thread, because it holds the segment, which could not be recycled.
+    /// Waits for the thread: while it runs, the segment can't be recycled.
     fn drop(&mut self) {
         self.pieces = None;
         // A panic would be a bug, and has been printed.
