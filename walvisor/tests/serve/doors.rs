@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 
 use rustix::process::Signal;
 use serde_json::{Value, json};
-use walvisor_testkit::nbd::RawClient;
+use walvisor_testkit::nbd::{FLUSH, RawClient};
 use walvisor_testkit::wait_until;
 use walvisor_tests::run_sessions;
 
@@ -113,6 +113,52 @@ fn disks_behind_two_doors_share_a_log_and_its_syncs() {
     for socket in ["v", "w", "n", "ctl"] {
         assert!(!dir.join(socket).exists(), "{socket}");
     }
+}
+
+/// A group waits for two FLUSHes, up to a second. Both doors flush at the same time, a hundred
+/// times in all.
+#[test]
+fn flushes_of_two_doors_end_with_one_sync() {
+    const ROUNDS: u64 = 50;
+    let dir = tempfile::tempdir().unwrap();
+    let dir = dir.path();
+    for disk in ["guest", "export"] {
+        create(dir, disk, "4M --log log");
+    }
+    let of_log = "log=log,commit-wait-count=2,commit-wait-usec=1000000";
+    let daemon = serve(
+        dir,
+        &format!(
+            "--control ctl --disk path=guest,{of_log},door=vhost-user,socket=v \
+             --disk path=export,{of_log},door=nbd,socket=n"
+        ),
+    );
+    let syncs = || {
+        ctl(dir, "stats --json")["logs"][0]["syncs"]
+            .as_u64()
+            .unwrap()
+    };
+    let mut guest = Client::connect(&dir.join("v"), 1);
+    let mut export = RawClient::extended_to(&dir.join("n"), "export");
+    let before = syncs();
+    for number in 0..ROUNDS {
+        guest.write(0, 0, number * 4096, &[1; 4096]);
+        guest.finish(0, 1);
+        export.write(0, number * 4096, &[2; 4096]);
+        guest.flush(0, 0);
+        guest.kick(0);
+        export.request(0, FLUSH, 1, 0, 0);
+        guest.finish(0, 1);
+        assert_eq!(export.reply().kind, 0);
+    }
+    let made = syncs() - before;
+    assert!(
+        (1..ROUNDS + ROUNDS / 5).contains(&made),
+        "{made} syncs for {} FLUSHes",
+        2 * ROUNDS
+    );
+    drop(guest);
+    assert_eq!(daemon.stop(), "");
 }
 
 #[test]
