@@ -13,6 +13,7 @@
 //!  vhost-user front-end ──socket──▶ a thread per listener ─▶ queue workers  vhost_user/
 //!  NBD clients ──sockets──▶ a few shared threads ─▶ BackendQueue            nbd/
 //!  the kernel's SCSI target ──UIO ring──▶ a thread per disk ─▶ SCSI tasks   tcmu/, scsi/
+//!  the kernel's ublk ──io_urings──▶ a few shared threads ─▶ BackendQueue    ublk/
 //! ```
 //! "A few" is one per two processors. Each of these threads waits in an [`event_loop`].
 //!
@@ -23,7 +24,12 @@
 
 // Code that only some front-ends use is built even without them.
 #![cfg_attr(
-    not(all(feature = "nbd", feature = "tcmu", feature = "vhost-user")),
+    not(all(
+        feature = "nbd",
+        feature = "tcmu",
+        feature = "ublk",
+        feature = "vhost-user"
+    )),
     allow(dead_code, unused_imports)
 )]
 
@@ -46,6 +52,8 @@ mod status;
 pub mod tcmu;
 pub mod throttle;
 pub mod transport;
+#[cfg(feature = "ublk")]
+pub mod ublk;
 #[cfg(feature = "vhost-user")]
 pub mod vhost_user;
 mod virtio;

@@ -2,7 +2,8 @@
 
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use crate::latency::Latencies;
+use crate::backend::Operation;
+use crate::latency::{Latencies, add};
 
 macro_rules! block_metrics {
     ($($(#[$doc:meta])* $name:ident,)*) => {
@@ -64,6 +65,18 @@ block_metrics! {
 }
 
 impl BlockMetrics {
+    /// Counts an operation by its kind.
+    pub(crate) fn count(&self, operation: &Operation) {
+        let counter = match operation {
+            Operation::Read { .. } => &self.reads,
+            Operation::Write { .. } => &self.writes,
+            Operation::Flush => &self.flushes,
+            Operation::Discard { .. } => &self.discards,
+            Operation::WriteZeroes { .. } => &self.write_zeroes,
+        };
+        add(counter, 1);
+    }
+
     /// The metrics of a device with this number of queues.
     pub(crate) fn of_queues(queues: usize) -> Self {
         Self {

@@ -50,7 +50,7 @@ const DEVICES: &[&[&str]] = &[
     &["status"],
     &["virtio"],
     &["block", "net", "scsi"],
-    &["nbd", "tcmu", "transport", "vhost_user"],
+    &["nbd", "tcmu", "transport", "ublk", "vhost_user"],
 ];
 
 /// Modules of `vmm`.

@@ -9,6 +9,7 @@ use rustix::thread::{CpuSet, sched_setaffinity};
 use walvisor_block::request_short_slices;
 
 use super::{Message, Reactor, Source, SourceEvent, SourceSlot};
+use crate::control::GateWatcher;
 use crate::event_loop::{EventLoop, MessageSender};
 
 /// Threads that serve sources. The pool starts them as sources come, up to one per two processors,
@@ -191,6 +192,13 @@ impl ReactorThread {
     /// Whether the reservation is in this thread.
     pub(crate) fn has(&self, reservation: &Reservation) -> bool {
         Arc::ptr_eq(&self.0, &reservation.0)
+    }
+}
+
+impl GateWatcher for ReactorThread {
+    /// Sources check the gate in their turns.
+    fn wake(&self) {
+        Self::wake(self);
     }
 }
 

@@ -27,8 +27,7 @@ use crate::event_loop::EventSet;
 use crate::latency::{OperationKind, add};
 use crate::metrics::BlockMetrics;
 use crate::reactor::{
-    DedicatedThread, DiskPort, FIRST_OWN_EVENT, Next, ReactorPool, ReactorThread, Source,
-    SourceHandle, Turn,
+    DedicatedThread, DiskPort, FIRST_OWN_EVENT, Next, ReactorPool, Source, SourceHandle, Turn,
 };
 use crate::scsi::{DataBuffer, LogicalUnit, Task, TaskStep};
 use crate::throttle::{Throttle, bytes_of};
@@ -53,13 +52,6 @@ enum ServeError {
     Device(Errno),
     #[error("{0}")]
     GivenUp(String),
-}
-
-impl GateWatcher for ReactorThread {
-    /// The worker checks the gate before it takes a command.
-    fn wake(&self) {
-        Self::wake(self);
-    }
 }
 
 /// The owner's handle of a device that is served. Dropping it drains the device: commands in flight
@@ -291,7 +283,7 @@ impl DeviceServer {
                     // Only this thread turns the cache on, so if it is off here it stays off for
                     // this operation.
                     *volatile |= self.unit.backend().write_cache();
-                    count(&self.metrics, &operation);
+                    self.metrics.count(&operation);
                     let bytes = bytes_of(&operation) as usize;
                     turn.charge(bytes);
                     turn.take_room(bytes);
@@ -522,16 +514,4 @@ impl DeviceServer {
     fn is_volatile(&self) -> bool {
         self.in_flight.iter().any(|(_, command)| command.volatile)
     }
-}
-
-/// Counts an operation by its kind.
-fn count(metrics: &BlockMetrics, operation: &Operation) {
-    let counter = match operation {
-        Operation::Read { .. } => &metrics.reads,
-        Operation::Write { .. } => &metrics.writes,
-        Operation::Flush => &metrics.flushes,
-        Operation::Discard { .. } => &metrics.discards,
-        Operation::WriteZeroes { .. } => &metrics.write_zeroes,
-    };
-    add(counter, 1);
 }

@@ -1,0 +1,479 @@
+//! The driver's control device, /dev/ublk-control, and the devices that it makes.
+//!
+//! Commands go through a ring that is made while the process is still root. It keeps root's
+//! credentials, and can do nothing but send commands to the control device, so the process itself
+//! may give up root, the right to make rings, and all files.
+
+use std::fs::{self, File};
+use std::io;
+use std::os::fd::AsRawFd;
+use std::path::PathBuf;
+use std::sync::{Arc, Mutex, PoisonError};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use io_uring::register::Restriction;
+use io_uring::types::{Fixed, SubmitArgs, Timespec};
+use io_uring::{IoUring, cqueue, opcode, squeue};
+use zerocopy::IntoBytes;
+
+use super::layout::{
+    ControlCommand, DeviceInfo, MAX_DEPTH, MAX_IO_BYTES, Parameters, command, flag, state,
+};
+use super::queue::QueueRing;
+
+const PATH: &str = "/dev/ublk-control";
+/// The driver's devices, one directory for each.
+const CLASS: &str = "/sys/class/ublk-char";
+/// How long a file of a new device may take to appear, and the kernel to notice that a server is
+/// gone.
+const PATIENCE: Duration = Duration::from_secs(5);
+const RETRY: Duration = Duration::from_millis(20);
+/// How often a wait for a device looks whether its server is still there.
+const LOOK: Timespec = Timespec::new().nsec(100_000_000);
+
+/// Why a device can't be made, started or removed.
+#[derive(Debug, thiserror::Error)]
+pub enum DeviceError {
+    /// The driver isn't there.
+    #[error(
+        "the kernel has no ublk ({PATH} is missing): as root run 'modprobe ublk_drv', which takes \
+         Linux 6.5 or newer (Debian 12: linux-image-6.12-amd64)"
+    )]
+    Missing,
+    /// The driver is older than this program needs.
+    #[error("this kernel's ublk can't copy data for its server: use Linux 6.5 or newer")]
+    TooOld,
+    /// Another process serves the disk.
+    #[error("{path} has this disk already, served by process {process}: stop that first")]
+    Served {
+        /// The block device.
+        path: String,
+        /// The process.
+        process: i32,
+    },
+    /// A device waits for its server, and this one can't take it over.
+    #[error(
+        "{path} waits for this disk, but as it was: with at most {sectors} sectors, the same \
+         block-size, readonly and cache mode: serve it so again, or remove the device ('walvisor \
+         serve ublk --remove {path}')"
+    )]
+    Differs {
+        /// The block device.
+        path: String,
+        /// Its size.
+        sectors: u64,
+    },
+    /// The server's threads have ended.
+    #[error("{0}: its queues are not served: the log says why")]
+    Unserved(String),
+    /// The system refused a step.
+    #[error("ublk: cannot {step}: {error}")]
+    Refused {
+        /// What was tried.
+        step: &'static str,
+        /// The system's error.
+        error: io::Error,
+    },
+}
+
+/// Says at which step the system refused.
+pub(super) trait During<T> {
+    fn during(self, step: &'static str) -> Result<T, DeviceError>;
+}
+
+impl<T, E: Into<io::Error>> During<T> for Result<T, E> {
+    fn during(self, step: &'static str) -> Result<T, DeviceError> {
+        self.map_err(|error| DeviceError::Refused {
+            step,
+            error: error.into(),
+        })
+    }
+}
+
+/// A ring that is restricted to commands (IORING_OP_URING_CMD) to one file; and the credentials of
+/// this moment, if the ring is to keep them.
+pub(super) fn restricted_ring<S: squeue::EntryMarker>(
+    entries: u32,
+    file: &File,
+    keeps_credentials: bool,
+) -> io::Result<(IoUring<S>, u16)> {
+    let ring = IoUring::<S, cqueue::Entry>::builder()
+        .setup_r_disabled()
+        .setup_coop_taskrun()
+        .build(entries)?;
+    let submitter = ring.submitter();
+    submitter.register_files(&[file.as_raw_fd()])?;
+    let personality = if keeps_credentials {
+        submitter.register_personality()?
+    } else {
+        0
+    };
+    submitter.register_restrictions(&mut [
+        Restriction::sqe_op(opcode::UringCmd16::CODE),
+        // The only registered file.
+        Restriction::sqe_flags_required(squeue::Flags::FIXED_FILE.bits()),
+    ])?;
+    submitter.register_enable_rings()?;
+    Ok((ring, personality))
+}
+
+/// A device as its server wants it.
+#[derive(Clone, Copy, Debug)]
+pub struct WantedDevice {
+    /// Its queues, at least 1. The kernel makes no more than it has processors.
+    pub queues: u16,
+    /// Requests in each queue, at most 4096.
+    pub depth: u16,
+    /// What the next server of the same disk finds it by. The kernel keeps it.
+    pub identity: u64,
+    /// Whether it waits for the next server when this one is killed: what was answered must
+    /// outlive the process then.
+    pub waits: bool,
+}
+
+/// The driver's control device.
+pub struct Control {
+    ring: Mutex<ControlRing>,
+    features: u64,
+}
+
+struct ControlRing {
+    ring: IoUring<squeue::Entry128>,
+    /// Root's credentials.
+    personality: u16,
+    sent: u64,
+}
+
+impl Control {
+    /// Opens the control device, as root.
+    ///
+    /// # Errors
+    /// If the kernel has no ublk or an old one, or the system refuses.
+    pub fn open() -> Result<Arc<Self>, DeviceError> {
+        let opened = File::options().read(true).write(true).open(PATH);
+        let file = match opened {
+            Err(error) if error.kind() == io::ErrorKind::NotFound => {
+                return Err(DeviceError::Missing);
+            }
+            opened => opened.during("open /dev/ublk-control (as root)")?,
+        };
+        let (ring, personality) =
+            restricted_ring(4, &file, true).during("make its control ring")?;
+        let mut control = Self {
+            ring: Mutex::new(ControlRing {
+                ring,
+                personality,
+                sent: 0,
+            }),
+            features: 0,
+        };
+        let mut features = 0_u64;
+        let asked = control.exchange(command::GET_FEATURES, u32::MAX, &mut features);
+        if asked.is_err() || features & flag::USER_COPY == 0 {
+            return Err(DeviceError::TooOld);
+        }
+        control.features = features;
+        Ok(Arc::new(control))
+    }
+
+    /// Carries out a command on a device.
+    fn run(&self, operation: u32, device: u32, data: u64) -> io::Result<()> {
+        self.send(operation, &ControlCommand::of(device, data), || true)
+    }
+
+    /// Passes a value to a command, and takes the one that it leaves there.
+    fn exchange<T: IntoBytes>(&self, operation: u32, device: u32, value: &mut T) -> io::Result<()> {
+        let command = ControlCommand {
+            len: size_of::<T>() as u16,
+            address: std::ptr::from_mut(value).expose_provenance() as u64,
+            ..ControlCommand::of(device, 0)
+        };
+        self.send(operation, &command, || true)
+    }
+
+    /// Sends a command, and waits for its end while `wait` allows it. What the command names must
+    /// not go away before the end: `wait` may refuse only commands without an address.
+    fn send(
+        &self,
+        operation: u32,
+        command: &ControlCommand,
+        wait: impl Fn() -> bool,
+    ) -> io::Result<()> {
+        let mut guard = self.ring.lock().unwrap_or_else(PoisonError::into_inner);
+        guard.sent += 1;
+        let ControlRing {
+            ring,
+            personality,
+            sent,
+        } = &mut *guard;
+        let mut bytes = [0; 80];
+        bytes[..size_of::<ControlCommand>()].copy_from_slice(command.as_bytes());
+        let entry = opcode::UringCmd80::new(Fixed(0), operation).cmd(bytes);
+        let entry = entry.build().personality(*personality).user_data(*sent);
+        // SAFETY: the entry's value, if it has one, is borrowed by the caller, which waits for the
+        // command's end.
+        let pushed = unsafe { ring.submission().push(&entry) };
+        pushed.map_err(io::Error::other)?;
+        loop {
+            let args = SubmitArgs::new().timespec(&LOOK);
+            match ring.submitter().submit_with_args(1, &args) {
+                Ok(_) => {}
+                Err(error) if matches!(error.raw_os_error(), Some(libc::ETIME | libc::EINTR)) => {}
+                Err(error) => return Err(error),
+            }
+            // A command that nobody waited for may end too.
+            let mut ended = ring.completion();
+            if let Some(end) = ended.find(|end| end.user_data() == *sent) {
+                return match end.result() {
+                    0.. => Ok(()),
+                    error => Err(io::Error::from_raw_os_error(-error)),
+                };
+            }
+            drop(ended);
+            if !wait() {
+                return Err(io::ErrorKind::TimedOut.into());
+            }
+        }
+    }
+
+    /// The devices of all servers.
+    fn devices(&self) -> Vec<DeviceInfo> {
+        let entries = fs::read_dir(CLASS).into_iter().flatten().flatten();
+        let numbers = entries.filter_map(|entry| {
+            let name = entry.file_name();
+            name.to_str()?.strip_prefix("ublkc")?.parse().ok()
+        });
+        let info = |device| {
+            let mut info = DeviceInfo::default();
+            let found = self.exchange(command::GET_INFO, device, &mut info);
+            found.is_ok().then_some(info)
+        };
+        numbers.filter_map(info).collect()
+    }
+
+    /// Makes a device, or takes over the one that waits for this disk: its requests wait until the
+    /// device is started.
+    ///
+    /// # Errors
+    /// If another process serves it, or the system refuses.
+    pub fn raise(self: &Arc<Self>, wanted: &WantedDevice) -> Result<KernelDevice, DeviceError> {
+        let mut of_disk = self.devices();
+        of_disk.retain(|info| info.identity == wanted.identity);
+        for info in of_disk {
+            if info.state == state::DEAD {
+                let deleted = self.run(command::DELETE, info.device, 0);
+                deleted.during("remove a device that was left")?;
+            } else if wanted.waits {
+                self.start_recovery(&info)?;
+                return KernelDevice::open(self, info, Stage::TakenOver);
+            }
+        }
+        let reissue = flag::USER_RECOVERY | flag::USER_RECOVERY_REISSUE;
+        let mut info = DeviceInfo {
+            queues: wanted.queues,
+            depth: wanted.depth.min(MAX_DEPTH as u16),
+            max_io_bytes: MAX_IO_BYTES,
+            device: u32::MAX,
+            flags: flag::USER_COPY | if wanted.waits { reissue } else { 0 },
+            identity: wanted.identity,
+            ..DeviceInfo::default()
+        };
+        let added = self.exchange(command::ADD, u32::MAX, &mut info);
+        added.during("add a device")?;
+        KernelDevice::open(self, info, Stage::Added)
+    }
+
+    /// Begins to take a device over from a server that was killed.
+    fn start_recovery(&self, info: &DeviceInfo) -> Result<(), DeviceError> {
+        // Without that flag it would not be there if its server were gone.
+        let patience = if info.flags & flag::USER_RECOVERY != 0 {
+            PATIENCE
+        } else {
+            Duration::ZERO
+        };
+        let until = Instant::now() + patience;
+        loop {
+            match self.run(command::START_RECOVERY, info.device, 0) {
+                // The kernel may not have noticed yet that its server is gone.
+                Err(error) if matches!(error.raw_os_error(), Some(libc::EBUSY | libc::EINVAL)) => {
+                    if Instant::now() >= until {
+                        let (path, process) = (block_path(info.device), info.process);
+                        return Err(DeviceError::Served { path, process });
+                    }
+                    thread::sleep(RETRY);
+                }
+                begun => return begun.during("take over a device"),
+            }
+        }
+    }
+
+    /// Removes a device that no process serves. What waits for it fails.
+    ///
+    /// # Errors
+    /// If a process serves it, or the system refuses.
+    pub fn remove(&self, number: u32) -> Result<(), DeviceError> {
+        let mut info = DeviceInfo::default();
+        let found = self.exchange(command::GET_INFO, number, &mut info);
+        found.during("find the device")?;
+        if info.state != state::DEAD {
+            // The kernel refuses it for a device that is served.
+            self.start_recovery(&info)?;
+            let stopped = self.run(command::STOP, number, 0);
+            stopped.during("stop the device")?;
+        }
+        let deleted = self.run(command::DELETE, number, 0);
+        deleted.during("remove the device")
+    }
+}
+
+/// The path of a device as a disk.
+fn block_path(number: u32) -> String {
+    format!("/dev/ublkb{number}")
+}
+
+/// How far a device has come.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Stage {
+    Added,
+    /// It was there before this process, and waits.
+    TakenOver,
+    Started,
+}
+
+/// A device of the driver, which this process serves or is about to. Dropping it removes it from
+/// the kernel, unless programs wait for it already: then they wait for the next server.
+pub struct KernelDevice {
+    control: Arc<Control>,
+    number: u32,
+    stage: Stage,
+    /// Taken by the device's server, which must end before this is dropped.
+    queues: Vec<QueueRing>,
+}
+
+impl KernelDevice {
+    fn open(control: &Arc<Control>, info: DeviceInfo, stage: Stage) -> Result<Self, DeviceError> {
+        let mut device = Self {
+            control: Arc::clone(control),
+            number: info.device,
+            stage,
+            queues: Vec::new(),
+        };
+        let path = PathBuf::from(format!("/dev/ublkc{}", info.device));
+        let until = Instant::now() + PATIENCE;
+        let file = loop {
+            match File::options().read(true).write(true).open(&path) {
+                Err(error) if error.kind() == io::ErrorKind::NotFound && Instant::now() < until => {
+                    thread::sleep(RETRY);
+                }
+                opened => break Arc::new(opened.during("open the device")?),
+            }
+        };
+        for queue in 0..info.queues {
+            let made = QueueRing::new(&file, queue, info.depth);
+            device.queues.push(made.during("make the ring of a queue")?);
+        }
+        Ok(device)
+    }
+
+    /// The path of the disk.
+    pub fn path(&self) -> String {
+        block_path(self.number)
+    }
+
+    pub(super) fn take_queues(&mut self) -> Vec<QueueRing> {
+        std::mem::take(&mut self.queues)
+    }
+
+    /// Tells a new device what it can do. Returns what a device that waited was told.
+    pub(super) fn configure(&self, wanted: &Parameters) -> Result<Parameters, DeviceError> {
+        let mut parameters = *wanted;
+        if self.stage == Stage::Added {
+            let set = self
+                .control
+                .exchange(command::SET_PARAMETERS, self.number, &mut parameters);
+            set.during("set the device's properties")?;
+            return Ok(parameters);
+        }
+        let got = self
+            .control
+            .exchange(command::GET_PARAMETERS, self.number, &mut parameters);
+        got.during("read the device's properties")?;
+        if parameters.fits(wanted) {
+            return Ok(parameters);
+        }
+        Err(DeviceError::Differs {
+            path: self.path(),
+            sectors: parameters.sectors,
+        })
+    }
+
+    /// Lets the kernel use the device, whose queues are served by now. `served`: whether they still
+    /// are.
+    pub(super) fn start(&mut self, served: impl Fn() -> bool) -> Result<(), DeviceError> {
+        let operation = match self.stage {
+            Stage::Added => command::START,
+            Stage::TakenOver => command::END_RECOVERY,
+            Stage::Started => return Ok(()),
+        };
+        let process = u64::from(std::process::id());
+        let started = ControlCommand::of(self.number, process);
+        match self.control.send(operation, &started, served) {
+            Err(error) if error.kind() == io::ErrorKind::TimedOut => {
+                Err(DeviceError::Unserved(self.path()))
+            }
+            started => {
+                started.during("start the device")?;
+                self.stage = Stage::Started;
+                Ok(())
+            }
+        }
+    }
+
+    /// Takes the disk away from its users. Its requests must still be answered meanwhile.
+    pub(super) fn stop(&mut self) -> Result<(), DeviceError> {
+        if self.stage == Stage::Started {
+            let stopped = self.control.run(command::STOP, self.number, 0);
+            stopped.during("stop the device")?;
+            self.stage = Stage::Added;
+        }
+        Ok(())
+    }
+
+    /// What changes the device's size in the kernel, if the kernel can do it.
+    pub(super) fn resizer(&self) -> DeviceResizer {
+        DeviceResizer {
+            control: Arc::clone(&self.control),
+            number: self.number,
+        }
+    }
+}
+
+impl Drop for KernelDevice {
+    fn drop(&mut self) {
+        // The driver waits for its files to be closed.
+        self.queues.clear();
+        if self.stage == Stage::Added
+            && let Err(error) = self.control.run(command::DELETE, self.number, 0)
+        {
+            tracing::error!("{} stays in the kernel: {error}", self.path());
+        }
+    }
+}
+
+/// Tells the kernel a device's size.
+pub(super) struct DeviceResizer {
+    control: Arc<Control>,
+    number: u32,
+}
+
+impl DeviceResizer {
+    /// Sets the size; `false`: this kernel can't.
+    pub(super) fn set(&self, sectors: u64) -> io::Result<bool> {
+        if self.control.features & flag::UPDATE_SIZE == 0 {
+            return Ok(false);
+        }
+        let set = self.control.run(command::UPDATE_SIZE, self.number, sectors);
+        set.map(|()| true)
+    }
+}
