@@ -26,7 +26,8 @@ pub struct OpenDisk {
 pub struct DiskInUse {
     /// The disk's name in messages, metrics and control requests.
     pub name: String,
-    /// Its transport or protocol: `mmio`, `pci`, `nbd`, `vhost-user`, `tcmu`.
+    /// Its transport or protocol: `mmio`, `pci`, `nbd`, `vhost-user`, `tcmu`,
+    /// `ublk`.
     pub transport: &'static str,
     /// The backend that keeps its data.
     pub backend: Arc<dyn Backend>,

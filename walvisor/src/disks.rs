@@ -280,7 +280,7 @@ fn open_disk(spec: &DiskSpec, backend: Arc<dyn Backend>, cpus: u8) -> OpenDisk {
         name: disk_name(spec),
         backend,
         device: BlockConfig {
-            queues: spec.queues.unwrap_or_else(|| default_queues(spec, cpus)),
+            queues: queues(spec, cpus),
             queue_size: spec.queue_size,
             serial: spec.serial.clone().unwrap_or_else(|| default_serial(spec)),
             block_size: spec.block_size,
@@ -293,15 +293,18 @@ fn open_disk(spec: &DiskSpec, backend: Arc<dyn Backend>, cpus: u8) -> OpenDisk {
     }
 }
 
-/// One queue for each vCPU. For a vhost-user disk, whose front-end isn't known yet, one for each
-/// CPU of the host: a front-end uses no more queues than its guest has CPUs, and an unused queue
-/// costs nothing.
-fn default_queues(spec: &DiskSpec, cpus: u8) -> u16 {
-    if spec.door != DiskCommand::VhostUser {
-        return u16::from(cpus);
-    }
-    let cpus = std::thread::available_parallelism().map_or(1, NonZero::get);
-    cpus.min(MAX_QUEUES.into()) as u16
+/// The queues of a disk. Unless its spec says otherwise: one for each vCPU. For a vhost-user disk,
+/// whose front-end isn't known yet, one for each CPU of the host: a front-end uses no more queues
+/// than its guest has CPUs, and an unused queue costs nothing. For the kernel, as many as threads
+/// serve them.
+pub fn queues(spec: &DiskSpec, cpus: u8) -> u16 {
+    let host = std::thread::available_parallelism().map_or(1, NonZero::get);
+    let usual = match spec.door {
+        DiskCommand::VhostUser => host.min(MAX_QUEUES.into()) as u16,
+        DiskCommand::Ublk => host.div_ceil(2).min(MAX_QUEUES.into()) as u16,
+        _ => u16::from(cpus),
+    };
+    spec.queues.unwrap_or(usual)
 }
 
 /// The name of a disk in messages, metrics and control requests.

@@ -3,7 +3,7 @@
 //!
 //! ```text
 //!   main ─▶ cli ─▶ commands ─┬─▶ run ─────▶ disks::open ─▶ walvisor_vmm::vm::VmBuilder
-//!                            ├─▶ serve ───▶ disks::open ─▶ doors: vhost-user, NBD, TCMU (lio)
+//!                            ├─▶ serve ───▶ disks::open ─▶ doors: vhost-user, NBD, TCMU (lio), ublk
 //!                            └─▶ disk, log, ctl, config, demo
 //! ```
 

@@ -196,7 +196,8 @@ fn networks(text: &mut Text, networks: &[NetworkInUse]) {
 pub struct DiskMetrics {
     /// Its name.
     pub disk: String,
-    /// Its transport or protocol: `mmio`, `pci`, `nbd`, `vhost-user`, `tcmu`.
+    /// Its transport or protocol: `mmio`, `pci`, `nbd`, `vhost-user`, `tcmu`,
+    /// `ublk`.
     pub transport: &'static str,
     /// Counts of its requests.
     pub counts: BlockCounts,
@@ -472,14 +473,28 @@ fn block(text: &mut Text, disks: &[DiskMetrics]) {
             |counts| counts.doorbells,
         ),
     ];
+    let ublk: [(&str, &str, Getter); 2] = [
+        (
+            "answer_calls",
+            "System calls that pass answers to the kernel; each completes a batch of requests.",
+            |counts| counts.interrupts,
+        ),
+        (
+            "ring_wakes",
+            "Wake-ups of a queue's thread by the kernel, for new requests.",
+            |counts| counts.doorbells,
+        ),
+    ];
     let is_tcmu = |disk: &&DiskMetrics| disk.transport == "tcmu";
-    let is_virtio = |disk: &&DiskMetrics| !matches!(disk.transport, "nbd" | "tcmu");
+    let is_ublk = |disk: &&DiskMetrics| disk.transport == "ublk";
+    let is_virtio = |disk: &&DiskMetrics| !matches!(disk.transport, "nbd" | "tcmu" | "ublk");
     let tcmu_disks: Vec<_> = disks.iter().filter(is_tcmu).collect();
     let virtio_disks: Vec<_> = disks.iter().filter(is_virtio).collect();
-    let groups: [(&str, Vec<&DiskMetrics>, &[_]); 3] = [
+    let groups: [(&str, Vec<&DiskMetrics>, &[_]); 4] = [
         ("block", disks.iter().collect(), &all),
         ("block", virtio_disks.clone(), &virtio),
         ("tcmu", tcmu_disks, &tcmu),
+        ("ublk", disks.iter().filter(is_ublk).collect(), &ublk),
     ];
     for (prefix, disks, metrics) in groups {
         for (name, help, get) in metrics.iter().filter(|_| !disks.is_empty()) {

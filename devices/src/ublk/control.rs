@@ -132,6 +132,35 @@ pub struct WantedDevice {
     pub waits: bool,
 }
 
+/// A device that is in the kernel.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct FoundDevice {
+    /// Its number.
+    pub number: u32,
+    /// See [`WantedDevice::identity`].
+    pub identity: u64,
+    /// Who serves it.
+    pub state: DeviceState,
+}
+
+impl FoundDevice {
+    /// The path of the disk.
+    pub fn path(&self) -> String {
+        block_path(self.number)
+    }
+}
+
+/// Who serves a device.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum DeviceState {
+    /// The process with this id.
+    Served(i32),
+    /// Nobody: its requests wait for the next server.
+    Waiting,
+    /// Nobody: it was not started, or its server is gone for good.
+    Dead,
+}
+
 /// The driver's control device.
 pub struct Control {
     ring: Mutex<ControlRing>,
@@ -238,7 +267,20 @@ impl Control {
     }
 
     /// The devices of all servers.
-    fn devices(&self) -> Vec<DeviceInfo> {
+    pub fn devices(&self) -> Vec<FoundDevice> {
+        let found = self.infos().into_iter().map(|info| FoundDevice {
+            number: info.device,
+            identity: info.identity,
+            state: match info.state {
+                state::DEAD => DeviceState::Dead,
+                state::LIVE => DeviceState::Served(info.process),
+                _ => DeviceState::Waiting,
+            },
+        });
+        found.collect()
+    }
+
+    fn infos(&self) -> Vec<DeviceInfo> {
         let entries = fs::read_dir(CLASS).into_iter().flatten().flatten();
         let numbers = entries.filter_map(|entry| {
             let name = entry.file_name();
@@ -258,7 +300,7 @@ impl Control {
     /// # Errors
     /// If another process serves it, or the system refuses.
     pub fn raise(self: &Arc<Self>, wanted: &WantedDevice) -> Result<KernelDevice, DeviceError> {
-        let mut of_disk = self.devices();
+        let mut of_disk = self.infos();
         of_disk.retain(|info| info.identity == wanted.identity);
         for info in of_disk {
             if info.state == state::DEAD {

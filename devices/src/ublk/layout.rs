@@ -46,6 +46,7 @@ pub(super) mod flag {
 pub(super) mod state {
     /// Added and not started, or its server is gone and it was stopped.
     pub(crate) const DEAD: u16 = 0;
+    pub(crate) const LIVE: u16 = 1;
 }
 
 /// Offset in /dev/ublkcN of the requests' data, and of the descriptors of a queue.

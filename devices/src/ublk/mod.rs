@@ -31,6 +31,6 @@ mod layout;
 mod queue;
 mod worker;
 
-pub use control::{Control, DeviceError, KernelDevice, WantedDevice};
+pub use control::{Control, DeviceError, DeviceState, FoundDevice, KernelDevice, WantedDevice};
 pub use device::{Device, ServedDevice};
 pub use worker::WorkerPool;

@@ -26,7 +26,7 @@ _walvisor_with_disks() {
     fi
     for word in "${COMP_WORDS[@]:1:2}"; do
         case $word in
-            run | nbd | vhost-user | tcmu) command=$word ;;
+            run | nbd | vhost-user | tcmu | ublk) command=$word ;;
         esac
     done
     local part=${spec##*,} last=${COMP_WORDS[COMP_CWORD]}

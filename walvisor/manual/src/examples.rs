@@ -57,6 +57,10 @@ pub fn of(page: &str) -> &'static [&'static str] {
             "walvisor serve tcmu --disk path=disk.img,fabric=loop",
             "walvisor serve tcmu --list",
         ],
+        "walvisor-serve-ublk" => &[
+            "walvisor serve ublk --disk path=disk.img,queues=2",
+            "walvisor serve ublk --list",
+        ],
         "walvisor-config" => &["walvisor config check pool.toml"],
         "walvisor-config-check" => &["walvisor config check pool.toml"],
         "walvisor-ctl" => &["walvisor ctl ctl.sock stats"],

@@ -187,7 +187,8 @@ impl DiskSpec {
         debug_assert_eq!(given.len(), keys.len(), "every key is checked");
         if spec.door == DiskCommand::Serve {
             return Err(DiskSpecError::Conflict(
-                "a disk needs a door for its clients: give door=vhost-user, door=nbd or door=tcmu",
+                "a disk needs a door for its clients: give door=vhost-user, door=nbd, door=tcmu or \
+                 door=ublk",
             ));
         }
         check(&spec, &given)?;

@@ -12,7 +12,7 @@ use walvisor_vmm::disk::{Notifications, TransportKind};
 /// Queue size if none is given.
 const DEFAULT_QUEUE_SIZE: u16 = 256;
 
-/// The commands that use disks. `VhostUser`, `Nbd` and `Tcmu` also stand for the doors of a
+/// The commands that use disks. `VhostUser`, `Nbd`, `Tcmu` and `Ublk` also stand for the doors of a
 /// daemon's disks.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum DiskCommand {
@@ -26,13 +26,21 @@ pub enum DiskCommand {
     Nbd,
     /// `walvisor serve tcmu`, `door=tcmu`
     Tcmu,
+    /// `walvisor serve ublk`, `door=ublk`
+    Ublk,
 }
 
 impl DiskCommand {
     /// The commands that imply a door, and `run`, in the order of the manual.
-    pub const ALL: [Self; 4] = [Self::Run, Self::VhostUser, Self::Nbd, Self::Tcmu];
+    pub const ALL: [Self; 5] = [
+        Self::Run,
+        Self::VhostUser,
+        Self::Nbd,
+        Self::Tcmu,
+        Self::Ublk,
+    ];
     /// The doors of a daemon.
-    pub const DOORS: [Self; 3] = [Self::VhostUser, Self::Nbd, Self::Tcmu];
+    pub const DOORS: [Self; 4] = [Self::VhostUser, Self::Nbd, Self::Tcmu, Self::Ublk];
 
     /// The last word of the command.
     pub fn name(self) -> &'static str {
@@ -42,6 +50,7 @@ impl DiskCommand {
             Self::VhostUser => "vhost-user",
             Self::Nbd => "nbd",
             Self::Tcmu => "tcmu",
+            Self::Ublk => "ublk",
         }
     }
 
@@ -53,6 +62,7 @@ impl DiskCommand {
             Self::VhostUser => "serve vhost-user",
             Self::Nbd => "serve nbd",
             Self::Tcmu => "serve tcmu",
+            Self::Ublk => "serve ublk",
         }
     }
 }
@@ -124,7 +134,7 @@ pub struct DiskSpec {
     pub transport: TransportKind,
     /// Request queues; `None` is one per vCPU.
     pub queues: Option<u16>,
-    /// Descriptors in each queue, a power of two.
+    /// Descriptors in each queue, or requests of the kernel; a power of two.
     pub queue_size: u16,
     /// Size of a logical block in bytes, 512 or 4096.
     pub block_size: u32,

@@ -33,7 +33,10 @@ const MAX_COMMAND_TIMEOUT: u64 = 86_400;
 const EVERYWHERE: &[DiskCommand] = &DiskCommand::ALL;
 const GUEST: &[DiskCommand] = &[DiskCommand::Run];
 const VIRTIO: &[DiskCommand] = &[DiskCommand::Run, DiskCommand::VhostUser];
+const QUEUES: &[DiskCommand] = &[DiskCommand::Run, DiskCommand::VhostUser, DiskCommand::Ublk];
 const SOCKETS: &[DiskCommand] = &[DiskCommand::VhostUser, DiskCommand::Nbd];
+/// Doors whose clients may outlive the process.
+const SURVIVORS: &[DiskCommand] = &[DiskCommand::VhostUser, DiskCommand::Nbd, DiskCommand::Ublk];
 const NBD: &[DiskCommand] = &[DiskCommand::Nbd];
 const TCMU: &[DiskCommand] = &[DiskCommand::Tcmu];
 const DOORS: &[DiskCommand] = &DiskCommand::DOORS;
@@ -190,8 +193,9 @@ pub const KEYS: &[Key] = &[
             most: MAX_QUEUES as u64,
             set: |spec, number| spec.queues = Some(number as u16),
         },
-        default: "one for each vCPU (serve vhost-user: one for each CPU of the host)",
-        commands: VIRTIO,
+        default: "one for each vCPU (serve vhost-user: one for each CPU of the host; serve ublk: \
+            one for every two)",
+        commands: QUEUES,
         backends: ANY,
         help: "Request queues",
     },
@@ -203,9 +207,9 @@ pub const KEYS: &[Key] = &[
             set: |spec, number| spec.queue_size = number as u16,
         },
         default: "256",
-        commands: VIRTIO,
+        commands: QUEUES,
         backends: ANY,
-        help: "Descriptors in each queue",
+        help: "Descriptors in each queue (serve ublk: requests)",
     },
     Key {
         name: "in-order",
@@ -245,7 +249,12 @@ pub const KEYS: &[Key] = &[
             ("4096", |spec| spec.block_size = 4096),
         ]),
         default: "512",
-        commands: &[DiskCommand::Run, DiskCommand::VhostUser, DiskCommand::Tcmu],
+        commands: &[
+            DiskCommand::Run,
+            DiskCommand::VhostUser,
+            DiskCommand::Tcmu,
+            DiskCommand::Ublk,
+        ],
         backends: ANY,
         help: "The logical block size that the guest sees, in bytes",
     },
@@ -256,10 +265,10 @@ pub const KEYS: &[Key] = &[
             ("memory", |spec| spec.answer = Answer::Memory),
         ]),
         default: "written",
-        commands: SOCKETS,
+        commands: SURVIVORS,
         backends: LOGGED,
         help: "written: answer a write once it survives a kill of the server; memory: answer it at \
-            once, and a kill may lose it",
+            once, and a kill may lose it; with serve ublk the device then ends with the server",
     },
     Key {
         name: "ops-per-second",
@@ -426,6 +435,7 @@ pub const KEYS: &[Key] = &[
             ("vhost-user", |spec| spec.door = DiskCommand::VhostUser),
             ("nbd", |spec| spec.door = DiskCommand::Nbd),
             ("tcmu", |spec| spec.door = DiskCommand::Tcmu),
+            ("ublk", |spec| spec.door = DiskCommand::Ublk),
         ]),
         default: "the command's, such as nbd for serve nbd; required for serve",
         commands: DOORS,

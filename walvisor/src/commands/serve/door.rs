@@ -9,6 +9,7 @@ use walvisor_vmm::seccomp::SyscallProfile;
 
 use super::nbd::NbdDoor;
 use super::tcmu::TcmuDoor;
+use super::ublk::UblkDoor;
 use super::vhost_user::VhostUserDoor;
 use crate::commands::CommandError;
 use crate::commands::socket::Sockets;
@@ -91,6 +92,7 @@ impl Doors {
             doors.entry(spec.door).or_insert_with(|| match spec.door {
                 DiskCommand::VhostUser => Box::new(VhostUserDoor::new(mode)),
                 DiskCommand::Tcmu => Box::new(TcmuDoor::new(grows)),
+                DiskCommand::Ublk => Box::new(UblkDoor::default()),
                 _ => Box::new(NbdDoor::new(tls.clone())),
             });
         }

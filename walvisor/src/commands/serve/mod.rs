@@ -1,11 +1,11 @@
 //! `walvisor serve`: serves disks to programs other than this VMM's guests.
 //!
 //! ```text
-//!   Protocol (nbd, vhost-user, tcmu, or none) ─▶ DaemonArguments::run: the steps of every daemon      daemon.rs
+//!   Protocol (nbd, vhost-user, tcmu, ublk, or none) ─▶ DaemonArguments::run: the steps of every daemon      daemon.rs
 //!                                                    │ --config FILE                                   config.rs, saving.rs
 //!                                                    ▼
 //!                                                  Doors: a Door for each protocol that a disk has     door.rs
-//!                                                    │   nbd.rs, vhost_user.rs, tcmu/
+//!                                                    │   nbd.rs, vhost_user.rs, tcmu/, ublk.rs
 //!                                                    ▼
 //!                                                  Hotplug: disks that come and go                     hotplug.rs
 //! ```
@@ -17,6 +17,7 @@ mod hotplug;
 pub(super) mod nbd;
 pub(super) mod saving;
 mod tcmu;
+mod ublk;
 mod vhost_user;
 
 use std::time::Instant;
@@ -77,6 +78,18 @@ pub enum Protocol {
                 given several times; 'help' lists the keys"))
     )]
     Tcmu(tcmu::TcmuArguments),
+    /// Serve the kernel's user-space block driver (ublk) until SIGTERM or SIGINT; prints each
+    /// disk's device when it is ready
+    #[command(
+        after_long_help = disk_help(DiskCommand::Ublk),
+        mut_arg("disks", |arg| arg
+            .required(false)
+            .value_parser(DiskArgument(DiskCommand::Ublk))
+            .required_unless_present_any(["list", "remove", "config"])
+            .help("A disk: path=FILE[,queues=N][,queue-size=N]; may be given several times; \
+                'help' lists the keys"))
+    )]
+    Ublk(ublk::UblkArguments),
 }
 
 /// Serves until a signal asks to stop.
@@ -89,5 +102,6 @@ pub fn run(arguments: &ServeArguments, started: Instant) -> Result<(), CommandEr
         Some(Protocol::Nbd(daemon)) => daemon.run(DiskCommand::Nbd, started),
         Some(Protocol::VhostUser(daemon)) => daemon.run(DiskCommand::VhostUser, started),
         Some(Protocol::Tcmu(arguments)) => tcmu::run(arguments, started),
+        Some(Protocol::Ublk(arguments)) => ublk::run(arguments, started),
     }
 }
