@@ -81,6 +81,7 @@ SOAK_INTERLEAVINGS ?= 50000
 SOAK_MEMBER_CYCLES ?= 1000
 SOAK_FAILING_ROUNDS ?= 200
 SOAK_BACKUP_SECONDS ?= 1200
+SOAK_UBLK_KILLS ?= 50
 
 ## soak: thousands of power cuts, a million random histories, long fuzzing; WALVISOR_SEED=N repeats the power cuts
 soak: setup
@@ -91,6 +92,7 @@ soak: setup
 	WALVISOR_MEMBER_CYCLES=$(SOAK_MEMBER_CYCLES) $(CARGO) test --package walvisor --test serve --locked members -- --nocapture
 	WALVISOR_BACKUP_SECONDS=$(SOAK_BACKUP_SECONDS) $(CARGO) test --package walvisor --test serve --locked backup -- --nocapture
 	WALVISOR_FAILING_ROUNDS=$(SOAK_FAILING_ROUNDS) $(CARGO) test --package walvisor-tests --test media --locked failing -- --nocapture
+	WALVISOR_UBLK_KILLS=$(SOAK_UBLK_KILLS) $(CARGO) test --package walvisor-tests --test ublk_kernel --locked -- --nocapture
 	WALVISOR_INTERLEAVINGS=$(SOAK_INTERLEAVINGS) \
 	  $(CARGO) test --package walvisor-storage --lib --features shuttle --locked interleavings -- --nocapture
 	WALVISOR_PACKED_CRATES=3 $(CARGO) test --package walvisor-tests --test packs --locked
@@ -162,7 +164,7 @@ GUESTS_BESIDE = test-emulated $(NATIVE:%=test-of-%)
 .PHONY: test-all $(BESIDE) test-emulated test-workspace test-interleavings test-embedded
 names = $(basename $(notdir $(wildcard $(1:%=%/*.rs)))) $(notdir $(patsubst %/main.rs,%,$(wildcard $(1:%=%/*/main.rs))))
 GUESTS = $(call names,$(addprefix tests/,promises doors guests install tree) benches/tests)
-EMULATED = linux linux_disks kill linux_boot vhost_user jobs own_guest linux_net
+EMULATED = linux linux_disks kill linux_boot vhost_user jobs own_guest linux_net ublk_kernel
 LONG = power_cut database nbd_kernel drbd tcmu_kernel scsi_conformance
 NATIVE = $(LONG) $(sort $(filter-out $(EMULATED) $(LONG),$(GUESTS)))
 COMPUTING = $(filter-out $(GUESTS),$(call names,$(addsuffix /tests,block storage guest-images)))
@@ -207,7 +209,7 @@ test-embedded:
 	! $(CARGO) tree --package walvisor-devices --edges normal --locked | grep -E 'walvisor-storage|io-uring|kvm'
 	! $(CARGO) tree --package walvisor-devices --edges normal --no-default-features --locked | grep -E 'rustls|webpki'
 	! $(CARGO) tree --package walvisor --package walvisor-manual --edges normal,build --locked | grep -E 'walvisor-test|blkio|vhost v|trycmd'
-	for feature in '' nbd scsi tcmu tls vhost-user; do \
+	for feature in '' nbd scsi tcmu tls ublk vhost-user; do \
 	  $(CARGO) check --package walvisor-devices --no-default-features --features "$$feature" --locked || exit; done
 
 # libFuzzer's counters, on a stable compiler: what cargo-fuzz passes to a nightly one.

@@ -18,6 +18,9 @@ use crate::reporter::Reporter;
 use crate::scratch::ScratchDir;
 use crate::userland::{FileTree, make_ext4};
 
+/// The modules of a machine with a newer kernel, whose user-space block driver jobs use.
+const NEWER_MODULES: [&str; 5] = ["virtio_pci", "virtio_blk", "ext4", "kvm_amd", "ublk_drv"];
+
 /// Incremented when the builder changes what it makes of the same inputs.
 const BUILDER: &[u8] = b"8";
 
@@ -124,7 +127,7 @@ impl GuestImages {
         reporter: &Reporter,
     ) -> Result<Self> {
         reporter.progress("asking apt for package versions");
-        let packages = packages::resolve(scratch.path(), reporter)?;
+        let packages = packages::resolve(&packages::GUEST_PACKAGES, scratch.path(), reporter)?;
         let list = packages::list(&packages);
         let inputs = [
             BUILDER,
@@ -240,6 +243,34 @@ fn find_kernel(boot: &Path) -> Result<PathBuf> {
                 .is_some_and(|name| name.to_string_lossy().starts_with("vmlinuz-"))
         })
         .ok_or_else(|| Error::Unusable("the kernel package has no /boot/vmlinuz-*".to_owned()))
+}
+
+/// The kernel and the initramfs of a machine around a job, `vmlinuz` and `initramfs-outer.cpio`, with
+/// Debian's newer kernel. Returns their directory.
+///
+/// # Errors
+/// As [`GuestImages::ensure`].
+pub(crate) fn newer_machine(cache: &Cache, reporter: &Reporter) -> Result<PathBuf> {
+    let scratch = ScratchDir::new(cache, reporter)?;
+    let packages = packages::resolve(&packages::NEWER_PACKAGES, scratch.path(), reporter)?;
+    let list = packages::list(&packages);
+    let modules = NEWER_MODULES.join(" ");
+    let inputs = [
+        BUILDER,
+        list.as_bytes(),
+        modules.as_bytes(),
+        OUTER_INIT.as_bytes(),
+    ];
+    cache.entry("newer", &inputs, reporter, |directory| {
+        let unpacked = scratch.path().join("unpacked");
+        packages::unpack(&packages, scratch.path(), &unpacked, reporter)?;
+        let (vmlinuz, target) = (find_kernel(&unpacked.join("boot"))?, "vmlinuz");
+        fs::copy(&vmlinuz, directory.join(target)).at("copy", &vmlinuz)?;
+        let outer = FileTree::new(scratch.path().join("outer"))?;
+        add_system(&outer, &unpacked, "init", OUTER_INIT, &NEWER_MODULES)?;
+        outer.directories(&["base", "images"])?;
+        outer.pack_initramfs(&directory.join("initramfs-outer.cpio"))
+    })
 }
 
 /// The disk with the guest's images, for the machine around a nested guest.

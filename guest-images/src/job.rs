@@ -11,7 +11,7 @@ use std::time::{Duration, Instant};
 
 use crate::cache::Cache;
 use crate::error::{Error, FileContext, Result};
-use crate::images::{GuestImages, images_disk};
+use crate::images::{GuestImages, images_disk, newer_machine};
 use crate::machine::Machine;
 use crate::nested::{BootEnd, NestedBoot, extract};
 use crate::packages::install_missing;
@@ -54,6 +54,8 @@ pub struct Job {
     /// The most attempts, at least 1: the job is retried if its machine or a guest on it hangs or
     /// crashes.
     pub attempts: u32,
+    /// Whether a nested machine has Debian's newer kernel, 6.12.
+    pub newer_kernel: bool,
     /// The sockets of vhost-user disks: /dev/vdc of a nested machine, and so on.
     pub disks: Vec<PathBuf>,
     /// A socket for a network card of a nested machine: a stream of frames, each after its length.
@@ -74,6 +76,7 @@ impl Job {
             limit: Duration::from_secs(600),
             disk_mebibytes: 4096,
             attempts: 6,
+            newer_kernel: false,
             disks: Vec::new(),
             network: None,
             terminal: false,
@@ -137,12 +140,17 @@ impl Job {
                     // One nested job at a time: two emulated machines would starve each other.
                     let _session = cache.lock("session", reporter)?;
                     let disk = images_disk(cache, &images, reporter)?;
+                    let system = if self.newer_kernel {
+                        newer_machine(cache, reporter)?
+                    } else {
+                        images.directory.clone()
+                    };
                     reporter.progress("booting the outer machine");
                     if self.terminal {
                         reporter.note("booting the outer machine, which takes some seconds");
                         reporter.clear();
                     }
-                    self.run_nested(&base, &images, &disk, line)?
+                    self.run_nested(&base, &system, &disk, line)?
                 }
             };
             if let Some(status) = status {
@@ -244,12 +252,12 @@ impl Job {
             .ok_or_else(|| Error::Unusable(format!("the job's shell was killed: {status}")))
     }
 
-    /// Runs the script in QEMU's emulation. Returns `None` if the machine or a guest on it hung or
+    /// Runs the script in QEMU's emulation. `system`: the directory with the machine's kernel. Returns `None` if the machine or a guest on it hung or
     /// crashed.
     fn run_nested(
         &self,
         base: &Path,
-        images: &GuestImages,
+        system: &Path,
         disk: &Path,
         mut line: impl FnMut(&str),
     ) -> Result<Option<i32>> {
@@ -257,8 +265,8 @@ impl Job {
         let work = base.with_extension("ext4");
         make_ext4(base, &work, self.disk_mebibytes + 256)?;
         let boot = NestedBoot {
-            kernel: &images.path("vmlinuz"),
-            initramfs: &images.path("initramfs-outer.cpio"),
+            kernel: &system.join("vmlinuz"),
+            initramfs: &system.join("initramfs-outer.cpio"),
             images: disk,
             work: &work,
             limit: self.limit,

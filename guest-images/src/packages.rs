@@ -14,7 +14,7 @@ use crate::process::{is_installed, run};
 use crate::reporter::Reporter;
 
 /// The packages that the guests are made of.
-const GUEST_PACKAGES: [&str; 7] = [
+pub(crate) const GUEST_PACKAGES: [&str; 7] = [
     "linux-image-cloud-amd64",
     "busybox-static",
     "e2fsprogs",
@@ -22,6 +22,13 @@ const GUEST_PACKAGES: [&str; 7] = [
     "nbd-client",
     "util-linux",
     "xfsprogs",
+];
+
+/// The packages that a machine with a newer kernel is made of: Debian 12 has it beside its own.
+pub(crate) const NEWER_PACKAGES: [&str; 3] = [
+    "linux-image-6.12-cloud-amd64",
+    "busybox-static",
+    "e2fsprogs",
 ];
 
 /// How long to wait for another apt, usually the search for updates on a machine that has just
@@ -35,20 +42,24 @@ pub(crate) struct Package {
     pub(crate) version: String,
 }
 
-/// The guests' packages and the libraries that they need, in the distribution's current versions.
+/// The `wanted` packages and the libraries that they need, in the distribution's current versions.
 ///
 /// # Errors
 /// apt is missing, or does not know the packages even after an update.
-pub(crate) fn resolve(scratch: &Path, reporter: &Reporter) -> Result<Vec<Package>> {
+pub(crate) fn resolve(
+    wanted: &[&str],
+    scratch: &Path,
+    reporter: &Reporter,
+) -> Result<Vec<Package>> {
     if !is_installed("apt-get") {
         return Err(Error::Unusable(
             "apt-get is missing: the guest images are built from Debian packages, so build them on Debian or Ubuntu"
                 .to_owned(),
         ));
     }
-    simulate(scratch).or_else(|_| {
+    simulate(wanted, scratch).or_else(|_| {
         update(reporter)?;
-        simulate(scratch)
+        simulate(wanted, scratch)
     })
 }
 
@@ -82,7 +93,7 @@ fn run_apt(command: &mut Command) -> Result<()> {
 
 /// Asks apt what it would install on a machine without any packages, which is the closure of the
 /// dependencies.
-fn simulate(scratch: &Path) -> Result<Vec<Package>> {
+fn simulate(wanted: &[&str], scratch: &Path) -> Result<Vec<Package>> {
     let nothing_installed = scratch.join("status");
     fs::write(&nothing_installed, "").at("write", &nothing_installed)?;
     let output = run(Command::new("apt-get")
@@ -92,20 +103,20 @@ fn simulate(scratch: &Path) -> Result<Vec<Package>> {
             nothing_installed.display()
         ))
         .arg("install")
-        .args(GUEST_PACKAGES))?;
+        .args(wanted))?;
     let mut packages: Vec<_> = String::from_utf8_lossy(&output.stdout)
         .lines()
         .filter_map(parse_install_line)
-        .filter(|package| is_needed(&package.name))
+        .filter(|package| is_needed(&package.name, wanted))
         .collect();
     packages.sort();
     if packages.iter().any(is_kernel) {
         Ok(packages)
     } else {
-        Err(Error::Unusable(
-            "apt-get knows no linux-image package that linux-image-cloud-amd64 depends on"
-                .to_owned(),
-        ))
+        Err(Error::Unusable(format!(
+            "apt-get knows no linux-image package that {} depends on",
+            wanted.first().unwrap_or(&"nothing")
+        )))
     }
 }
 
@@ -120,13 +131,11 @@ fn parse_install_line(line: &str) -> Option<Package> {
 
 /// Whether a package of the closure is used. Only programs and shared libraries are: no maintainer
 /// script runs, so Perl, dpkg and their dependencies are left out.
-fn is_needed(name: &str) -> bool {
-    let meta = name == "linux-image-cloud-amd64";
+fn is_needed(name: &str, wanted: &[&str]) -> bool {
+    let kernel = name.starts_with("linux-image-");
+    let meta = kernel && wanted.contains(&name);
     !meta
-        && (GUEST_PACKAGES.contains(&name)
-            || name.starts_with("lib")
-            || name.starts_with("zlib")
-            || name.starts_with("linux-image-"))
+        && (kernel || wanted.contains(&name) || name.starts_with("lib") || name.starts_with("zlib"))
 }
 
 fn is_kernel(package: &Package) -> bool {
@@ -286,6 +295,7 @@ mod tests {
 
     #[test]
     fn only_programs_libraries_and_the_real_kernel_are_needed() {
+        let is_needed = |name| is_needed(name, &GUEST_PACKAGES);
         assert!(is_needed("fio") && is_needed("libc6") && is_needed("zlib1g"));
         assert!(is_needed("linux-image-6.1.0-1-cloud-amd64"));
         assert!(

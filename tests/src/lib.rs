@@ -11,6 +11,7 @@ use std::fs::{self, File};
 use std::io::Write;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
+use std::time::Duration;
 
 pub use daemon::{binary, serve, succeed, walvisor};
 pub use loop_fs::LoopFs;
@@ -172,7 +173,7 @@ pub fn images() -> GuestImages {
 /// The images or `walvisor` cannot be built, or the machine cannot be started.
 #[must_use]
 pub fn run_linux_job(script: &str, files: &[(&str, &str)]) -> Option<JobOutcome> {
-    run_on(Machine::choose().0, script, files)
+    run_on(Machine::choose().0, script, files, |_| ())
 }
 
 /// Runs a job as [`run_linux_job`] does, but always in emulation: for scripts that need the modules
@@ -182,7 +183,23 @@ pub fn run_linux_job(script: &str, files: &[(&str, &str)]) -> Option<JobOutcome>
 /// As [`run_linux_job`].
 #[must_use]
 pub fn run_emulated_job<C: AsRef<[u8]>>(script: &str, files: &[(&str, C)]) -> Option<JobOutcome> {
-    run_on(Machine::Nested, script, files)
+    run_on(Machine::Nested, script, files, |_| ())
+}
+
+/// Runs a job as [`run_emulated_job`] does, on Debian's newer kernel, 6.12, and ends it after
+/// `limit`.
+///
+/// # Panics
+/// As [`run_linux_job`]; and if the job takes longer.
+#[must_use]
+pub fn run_newer_job<C: AsRef<[u8]>>(
+    script: &str,
+    files: &[(&str, C)],
+    limit: Duration,
+) -> Option<JobOutcome> {
+    run_on(Machine::Nested, script, files, |job| {
+        (job.newer_kernel, job.limit) = (true, limit);
+    })
 }
 
 /// The lines of the job's console that begin with `job: `, without that prefix.
@@ -198,6 +215,7 @@ fn run_on(
     machine: Machine,
     script: &str,
     files: &[(&str, impl AsRef<[u8]>)],
+    adapt: impl FnOnce(&mut Job),
 ) -> Option<JobOutcome> {
     if let Some(why) = obstacle() {
         println!("skipped: {why}");
@@ -208,6 +226,7 @@ fn run_on(
     for (name, content) in files {
         job = job.file(*name, content.as_ref());
     }
+    adapt(&mut job);
     let cache = Cache::open(None).expect("the image cache");
     // The console goes to a file as well, so that it can be read while a job hangs.
     let name = std::thread::current()

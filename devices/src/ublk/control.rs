@@ -101,6 +101,8 @@ pub(super) fn restricted_ring<S: squeue::EntryMarker>(
     let ring = IoUring::<S, cqueue::Entry>::builder()
         .setup_r_disabled()
         .setup_coop_taskrun()
+        // A child would keep the file open, and the driver waits for its end.
+        .dontfork()
         .build(entries)?;
     let submitter = ring.submitter();
     submitter.register_files(&[file.as_raw_fd()])?;
@@ -328,24 +330,19 @@ impl Control {
 
     /// Begins to take a device over from a server that was killed.
     fn start_recovery(&self, info: &DeviceInfo) -> Result<(), DeviceError> {
-        // Without that flag it would not be there if its server were gone.
-        let patience = if info.flags & flag::USER_RECOVERY != 0 {
-            PATIENCE
-        } else {
-            Duration::ZERO
-        };
-        let until = Instant::now() + patience;
+        let until = Instant::now() + PATIENCE;
         loop {
-            match self.run(command::START_RECOVERY, info.device, 0) {
+            let begun = self.run(command::START_RECOVERY, info.device, 0);
+            match begun.as_ref().map_err(io::Error::raw_os_error) {
                 // The kernel may not have noticed yet that its server is gone.
-                Err(error) if matches!(error.raw_os_error(), Some(libc::EBUSY | libc::EINVAL)) => {
-                    if Instant::now() >= until {
-                        let (path, process) = (block_path(info.device), info.process);
-                        return Err(DeviceError::Served { path, process });
-                    }
-                    thread::sleep(RETRY);
+                Err(Some(libc::EBUSY)) if Instant::now() < until => thread::sleep(RETRY),
+                // A process has begun before this one, and ended before it served a queue.
+                Err(Some(libc::EINVAL)) if info.state == state::QUIESCED => return Ok(()),
+                Err(Some(libc::EBUSY | libc::EINVAL)) => {
+                    let (path, process) = (block_path(info.device), info.process);
+                    return Err(DeviceError::Served { path, process });
                 }
-                begun => return begun.during("take over a device"),
+                _ => return begun.during("take over a device"),
             }
         }
     }
@@ -495,8 +492,11 @@ impl Drop for KernelDevice {
     fn drop(&mut self) {
         // The driver waits for its files to be closed.
         self.queues.clear();
+        let until = Instant::now() + PATIENCE;
+        let delete = ControlCommand::of(self.number, 0);
+        let wait = || Instant::now() < until;
         if self.stage == Stage::Added
-            && let Err(error) = self.control.run(command::DELETE, self.number, 0)
+            && let Err(error) = self.control.send(command::DELETE, &delete, wait)
         {
             tracing::error!("{} stays in the kernel: {error}", self.path());
         }
@@ -517,5 +517,48 @@ impl DeviceResizer {
         }
         let set = self.control.run(command::UPDATE_SIZE, self.number, sectors);
         set.map(|()| true)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// The result of one entry of a ring.
+    fn result(ring: &mut IoUring, entry: squeue::Entry) -> i32 {
+        // SAFETY: the entries below name no memory that does not live long enough.
+        unsafe { ring.submission().push(&entry).unwrap() };
+        ring.submit_and_wait(1).unwrap();
+        ring.completion().next().unwrap().result()
+    }
+
+    #[test]
+    fn a_ring_sends_commands_to_its_file_and_does_nothing_else() {
+        let file = tempfile::tempfile().unwrap();
+        let mut ring = match restricted_ring(2, &file, false) {
+            Ok((ring, _)) => ring,
+            Err(error) => return println!("skipped: no io_uring here: {error}"),
+        };
+        let other = io_uring::types::Fd(file.as_raw_fd());
+        let bytes = *b"bytes";
+        let write = opcode::Write::new(Fixed(0), bytes.as_ptr(), bytes.len() as u32);
+        let forbidden = [
+            opcode::Nop::new().build(),
+            write.build(),
+            opcode::OpenAt::new(io_uring::types::Fd(libc::AT_FDCWD), c"/etc/passwd".as_ptr())
+                .build(),
+            opcode::Close::new(other).build(),
+            // A command to a file that is not registered.
+            opcode::UringCmd16::new(other, command::FETCH).build(),
+        ];
+        for entry in forbidden {
+            assert_eq!(result(&mut ring, entry), -libc::EACCES);
+        }
+        // A regular file takes no commands.
+        let allowed = opcode::UringCmd16::new(Fixed(0), command::FETCH).build();
+        assert_eq!(result(&mut ring, allowed), -libc::EOPNOTSUPP);
+        let submitter = ring.submitter();
+        assert!(submitter.register_files_update(0, &[-1]).is_err());
+        assert!(submitter.register_personality().is_err());
     }
 }

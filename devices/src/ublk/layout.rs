@@ -47,6 +47,8 @@ pub(super) mod state {
     /// Added and not started, or its server is gone and it was stopped.
     pub(crate) const DEAD: u16 = 0;
     pub(crate) const LIVE: u16 = 1;
+    /// Its server is gone, and its requests wait.
+    pub(crate) const QUIESCED: u16 = 2;
 }
 
 /// Offset in /dev/ublkcN of the requests' data, and of the descriptors of a queue.

@@ -7,7 +7,7 @@ use std::ptr::NonNull;
 use std::sync::Arc;
 
 use io_uring::{IoUring, opcode, squeue, types::Fixed};
-use rustix::mm::{MapFlags, ProtFlags, mmap, munmap};
+use rustix::mm::{Advice, MapFlags, ProtFlags, madvise, mmap, munmap};
 use zerocopy::{FromZeros, IntoBytes};
 
 use super::control::restricted_ring;
@@ -174,7 +174,11 @@ impl Descriptors {
         let start =
             unsafe { mmap(std::ptr::null_mut(), len, protection, flags, file, offset) }?.cast();
         let start = NonNull::new(start).ok_or(io::ErrorKind::OutOfMemory)?;
-        Ok(Self { start, len })
+        let mapped = Self { start, len };
+        // A child would keep the file open, and the driver waits for its end. SAFETY: this changes
+        // what a fork copies, and no memory.
+        unsafe { madvise(start.as_ptr().cast(), len, Advice::LinuxDontFork) }?;
+        Ok(mapped)
     }
 
     fn get(&self, index: usize) -> Descriptor {

@@ -99,7 +99,7 @@ fn disks_behind_two_doors_share_a_log_and_its_syncs() {
         ("path=guest,log=log,door=tcmu", "no disk with door=tcmu"),
         (
             "path=guest,log=log,door=ftp",
-            "door=ftp: give vhost-user, nbd or tcmu",
+            "door=ftp: give vhost-user, nbd, tcmu or ublk",
         ),
         ("path=guest,log=log,door=nbd,queues=2", "queues= is for"),
     ] {
