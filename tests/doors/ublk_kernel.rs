@@ -12,7 +12,7 @@ const SAID: &str = include_str!("ublk_kernel.txt");
 #[test]
 fn no_kill_of_the_daemon_is_seen_by_those_who_use_its_device() {
     let kills = std::env::var("WALVISOR_UBLK_KILLS");
-    let kills: u64 = kills.map_or(6, |kills| kills.parse().expect("a number of kills"));
+    let kills: u64 = kills.map_or(4, |kills| kills.parse().expect("a number of kills"));
     let script = format!(
         "KILLS={kills} EACH=100\n{}",
         include_str!("../scripts/ublk-job.sh")

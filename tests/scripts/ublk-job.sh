@@ -56,7 +56,7 @@ tells() {
 }
 walvisor disk create b.img --size 8M
 truncate -s 4M c.img
-serve kinds --control control --disk path=a.img,queues=2,queue-size=64 \
+serve kinds --control control --disk-dir . --disk path=a.img,queues=2,queue-size=64 \
     --disk path=b.img,cache=writethrough,block-size=4096,queues=1 --disk path=c.img,backend=raw,readonly=on,queues=1
 sed 's/^/job: /' kinds.served
 for device in ublkb0 ublkb1 ublkb2; do tells $device; done
@@ -123,7 +123,13 @@ wait $daemon
 waits 10 sh -c 'walvisor serve ublk --list | grep -q waits'
 walvisor serve ublk --list | sed 's/^/job: /'
 fails walvisor serve ublk --disk $spec,block-size=4096
-fails walvisor serve ublk --disk $spec,readonly=on
+# One that is killed while it is on its way.
+for delay in 0.2 0.5 1.0; do
+    walvisor serve ublk --disk $spec >/dev/null 2>&1 &
+    sleep $delay
+    kill -KILL $!
+    wait $!
+done
 serve last --disk path=oracle.img,cache=writethrough
 head -c "$len" /dev/ublkb0 | cmp - oracle/expected && say 'and after another kill'
 kill -KILL $daemon

@@ -152,6 +152,16 @@ pub(super) struct Request {
 }
 
 impl Descriptor {
+    /// One without a request.
+    pub(super) fn nothing() -> Self {
+        Self {
+            op_flags: u32::MAX,
+            sectors: 0,
+            sector: 0,
+            address: 0,
+        }
+    }
+
     /// The request; `None`: its operation is unknown, or its length is wrong.
     pub(super) fn request(&self) -> Option<Request> {
         let kind = match self.op_flags & 0xff {
@@ -333,6 +343,7 @@ mod tests {
             assert_eq!(request(unknown, 8), None, "{unknown}");
         }
         assert_eq!((request(0, 0), request(3, 0)), (None, None));
+        assert_eq!(Descriptor::nothing().request(), None);
         assert!(request(0, 2048).is_some() && request(0, 2049).is_none());
     }
 

@@ -7,8 +7,8 @@ use std::ptr::NonNull;
 use std::sync::Arc;
 
 use io_uring::{IoUring, opcode, squeue, types::Fixed};
-use rustix::mm::{Advice, MapFlags, ProtFlags, madvise, mmap, munmap};
-use zerocopy::{FromZeros, IntoBytes};
+use rustix::mm::{MapFlags, ProtFlags, mmap, munmap};
+use zerocopy::IntoBytes;
 
 use super::control::restricted_ring;
 use super::layout::{Descriptor, IoCommand, command, data_offset, descriptors};
@@ -27,7 +27,8 @@ pub(super) enum TagEvent {
 /// A queue of a device. After [`fetch_all`](Self::fetch_all), one thread must make all calls.
 pub(super) struct QueueRing {
     ring: IoUring<squeue::Entry>,
-    descriptors: Descriptors,
+    /// `None` before [`fetch_all`](Self::fetch_all).
+    descriptors: Option<Descriptors>,
     file: Arc<File>,
     queue: u16,
     depth: u16,
@@ -37,10 +38,9 @@ impl QueueRing {
     /// `file`: /dev/ublkcN.
     pub(super) fn new(file: &Arc<File>, queue: u16, depth: u16) -> io::Result<Self> {
         let (ring, _) = restricted_ring(depth.max(1).into(), file, false)?;
-        let (offset, len) = descriptors(queue, depth, rustix::param::page_size());
         Ok(Self {
             ring,
-            descriptors: Descriptors::map(file, offset, len)?,
+            descriptors: None,
             file: Arc::clone(file),
             queue,
             depth,
@@ -56,11 +56,18 @@ impl QueueRing {
     }
 
     /// Asks for a request for each tag.
+    ///
+    /// The driver remembers whose memory the descriptors are mapped in, and forgets it for the next
+    /// server only once a queue was fetched. So a process that is killed on its way here leaves a
+    /// device that waited as it was.
     pub(super) fn fetch_all(&mut self) -> io::Result<()> {
         for tag in 0..self.depth {
             self.push(command::FETCH, tag, 0);
         }
-        self.submit()
+        self.submit()?;
+        let (offset, len) = descriptors(self.queue, self.depth, rustix::param::page_size());
+        self.descriptors = Some(Descriptors::map(&self.file, offset, len)?);
+        Ok(())
     }
 
     /// Answers a request with `result`, the number of bytes moved or a negated errno, and asks for
@@ -115,7 +122,10 @@ impl QueueRing {
 
     /// The request of a tag.
     pub(super) fn descriptor(&self, tag: u16) -> Descriptor {
-        self.descriptors.get(tag.into())
+        let descriptors = self.descriptors.as_ref();
+        descriptors
+            .and_then(|descriptors| descriptors.get(tag.into()))
+            .unwrap_or_else(Descriptor::nothing)
     }
 
     /// Copies the data of a write.
@@ -174,28 +184,21 @@ impl Descriptors {
         let start =
             unsafe { mmap(std::ptr::null_mut(), len, protection, flags, file, offset) }?.cast();
         let start = NonNull::new(start).ok_or(io::ErrorKind::OutOfMemory)?;
-        let mapped = Self { start, len };
-        // A child would keep the file open, and the driver waits for its end. SAFETY: this changes
-        // what a fork copies, and no memory.
-        unsafe { madvise(start.as_ptr().cast(), len, Advice::LinuxDontFork) }?;
-        Ok(mapped)
+        Ok(Self { start, len })
     }
 
-    fn get(&self, index: usize) -> Descriptor {
+    /// `None`: there are fewer.
+    fn get(&self, index: usize) -> Option<Descriptor> {
         let at = index * size_of::<Descriptor>();
         if at + size_of::<Descriptor>() > self.len {
-            debug_assert!(false, "tag {index} of a queue with fewer");
-            return Descriptor::new_zeroed();
+            return None;
         }
         // SAFETY: the descriptor lies in the mapping, which is aligned to pages, and any bytes are
         // one. The kernel writes it before it hands out the tag, and not until the tag comes back.
-        unsafe {
-            self.start
-                .as_ptr()
-                .add(at)
-                .cast::<Descriptor>()
-                .read_volatile()
-        }
+        let place = unsafe { self.start.as_ptr().add(at).cast::<Descriptor>() };
+        // SAFETY: as above.
+        let descriptor = unsafe { place.read_volatile() };
+        Some(descriptor)
     }
 }
 
