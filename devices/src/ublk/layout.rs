@@ -254,9 +254,9 @@ impl Parameters {
         if can.flush && backend.write_cache() {
             attributes |= VOLATILE_CACHE | HAS_FUA;
         }
-        let erase = |can_do: bool| {
-            let most = MAX_ERASE_SECTORS;
-            if can_do && !can.read_only { most } else { 0 }
+        let erase = |can_do: bool| match can_do && !can.read_only {
+            true => MAX_ERASE_SECTORS,
+            false => 0,
         };
         let block = u64::from(block_size) / SECTOR_SIZE;
         let most = backend.max_request_bytes().min(MAX_IO_BYTES as usize);
@@ -285,17 +285,15 @@ impl Parameters {
 
     /// Whether a device with these can be served by `server`, which offers at least as much.
     pub(super) fn fits(&self, server: &Self) -> bool {
-        // A writethrough server answers FLUSHes too.
-        let cached = server.has_volatile_cache() && !self.has_volatile_cache();
-        let writable = |parameters: &Self| parameters.attributes & READ_ONLY == 0;
-        let less = |mine: u32, its: u32| mine > its;
-        !cached
-            && !(writable(self) && !writable(server))
+        let has = |parameters: &Self, attribute| parameters.attributes & attribute != 0;
+        // A writethrough server answers FLUSHes too, but a kernel that believes in one sends none.
+        (has(self, VOLATILE_CACHE) || !has(server, VOLATILE_CACHE))
+            && (has(self, READ_ONLY) || !has(server, READ_ONLY))
             && self.logical_shift == server.logical_shift
             && self.sectors <= server.sectors
-            && !less(self.max_sectors, server.max_sectors)
-            && !less(self.max_discard_sectors, server.max_discard_sectors)
-            && !less(self.max_zeroes_sectors, server.max_zeroes_sectors)
+            && self.max_sectors <= server.max_sectors
+            && self.max_discard_sectors <= server.max_discard_sectors
+            && self.max_zeroes_sectors <= server.max_zeroes_sectors
     }
 }
 

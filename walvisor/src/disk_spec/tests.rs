@@ -356,8 +356,8 @@ fn the_error_for_another_commands_key_names_those_commands() {
     let refused = |text: &str, command| DiskSpec::parse(text, command).unwrap_err().to_string();
     assert_eq!(
         refused("path=a,answer=written", DiskCommand::Run),
-        "answer= is for 'walvisor serve vhost-user' and 'walvisor serve nbd', and this is \
-         'walvisor run': leave answer= out"
+        "answer= is for 'walvisor serve vhost-user', 'walvisor serve nbd' and 'walvisor serve \
+         ublk', and this is 'walvisor run': leave answer= out"
     );
     assert_eq!(
         refused("path=a,transport=mmio", DiskCommand::Nbd),

@@ -54,6 +54,7 @@ fn help_lists_the_keys_of_a_disk() {
         ("serve nbd", "  port=\n", "  transport=\n"),
         ("serve vhost-user", "  queue-size=\n", "  port=\n"),
         ("serve tcmu", "  fabric=\n", "  answer=\n"),
+        ("serve ublk", "  queue-size=\n", "  fabric=\n"),
     ] {
         let shown = |arguments: &str| {
             let output = walvisor(&format!("{command} {arguments}"), &[]);
