@@ -87,7 +87,8 @@ pub(super) fn run(arguments: &UblkArguments, started: Instant) -> Result<(), Com
 pub(super) struct UblkDoor {
     /// Devices that are in the kernel and not served yet, by the disk's name.
     raised: HashMap<String, KernelDevice>,
-    served: HashMap<String, ServedDevice>,
+    /// With the handles of their disks.
+    served: HashMap<String, (ServedDevice, DiskInUse)>,
     workers: WorkerPool,
 }
 
@@ -160,7 +161,7 @@ impl Door for UblkDoor {
             device: served.control(),
         };
         let place = served.path();
-        self.served.insert(name, served);
+        self.served.insert(name, (served, in_use.clone()));
         Ok(AddedDisk {
             disk: in_use,
             place,
@@ -168,17 +169,17 @@ impl Door for UblkDoor {
     }
 
     fn start(&mut self) -> Result<(), CommandError> {
-        let started = self.served.values_mut().try_for_each(ServedDevice::start);
+        let mut served = self.served.values_mut();
+        let started = served.try_for_each(|(served, _)| served.start());
         started.map_err(CommandError::failed)
     }
 
     fn remove(&mut self, spec: &DiskSpec) -> Result<(), RemovalError> {
         let name = disk_name(spec);
-        if let Some(served) = self.served.get_mut(&name) {
-            let removed = served.remove();
-            removed.map_err(|error| RemovalError {
+        if let Some((served, in_use)) = self.served.get_mut(&name) {
+            served.remove().map_err(|error| RemovalError {
                 reason: error.to_string(),
-                disk: None,
+                disk: Some(in_use.clone()),
             })?;
             self.served.remove(&name);
         }
@@ -187,7 +188,8 @@ impl Door for UblkDoor {
 
     fn stop(&mut self) -> Result<(), CommandError> {
         let mut served = std::mem::take(&mut self.served);
-        let removed: Vec<_> = served.values_mut().map(ServedDevice::remove).collect();
+        let removed = served.values_mut().map(|(served, _)| served.remove());
+        let removed: Vec<_> = removed.collect();
         // Devices that were never served are taken down too, or wait on.
         self.raised.clear();
         let removed: Result<(), _> = removed.into_iter().collect();
