@@ -14,6 +14,7 @@ const SCRIPTS: Scripts = Scripts {
     user_mode: SCRIPT,
     machine: SCRIPT,
     guest: "",
+    newer: "",
 };
 
 /// Arguments of `walvisor-bench tcmu`.

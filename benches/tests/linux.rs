@@ -6,7 +6,8 @@ mod support;
 use support::{compare, number, rows, texts};
 use walvisor_guest_images::obstacle;
 
-/// The paths of user-mode Linux, and of a machine with KVM, in the order of their turns.
+/// The paths of user-mode Linux, of a machine with KVM, and of one with a newer kernel, in the order
+/// of their turns.
 const USER_MODE: [&str; 4] = ["vhost-user", "tcmu in a guest", "tcmu", "nbd"];
 const MACHINE: [&str; 7] = [
     "virtio-mmio ioeventfd",
@@ -17,6 +18,7 @@ const MACHINE: [&str; 7] = [
     "tcmu",
     "nbd",
 ];
+const NEWER: [&str; 1] = ["ublk"];
 
 #[test]
 fn every_path_of_linux_counts_what_it_must() {
@@ -28,12 +30,16 @@ fn every_path_of_linux_counts_what_it_must() {
         ("fio", "fio"),
         ("nbd-client", "nbd-client"),
     ];
-    let arguments = "notify --load linux --linux user-mode,machine";
+    let arguments = "notify --load linux --linux user-mode,machine,newer";
     // Different write caches would be an error.
     let Some(report) = compare(arguments, &needs) else {
         return;
     };
-    for (kernel, paths) in [("user-mode-linux", &USER_MODE[..]), ("linux", &MACHINE[..])] {
+    for (kernel, paths) in [
+        ("user-mode-linux", &USER_MODE[..]),
+        ("linux", &MACHINE[..]),
+        ("newer-linux", &NEWER[..]),
+    ] {
         let reads = rows(&report, &format!("{kernel}-ram-randread"));
         let commits = rows(&report, &format!("{kernel}-wal-randwrite-fsync"));
         for rows in [reads, commits] {

@@ -7,8 +7,8 @@ use std::time::Duration;
 
 use clap::{Parser, Subcommand};
 use walvisor_guest_images::{
-    Cache, Error, Guest, GuestImages, Job, OwnGuest, Reporter, Result, UserMode, demo, guest::END,
-    install_missing, sibling_or_built, stop,
+    Cache, Error, Guest, GuestImages, Job, Machine, OwnGuest, Reporter, Result, UserMode, demo,
+    guest::END, install_missing, sibling_or_built, stop,
 };
 
 #[derive(Parser)]
@@ -78,6 +78,9 @@ enum Action {
         /// Kills the job after this many seconds
         #[arg(long, default_value_t = 600)]
         seconds: u64,
+        /// On an emulated machine with Debian's newer kernel
+        #[arg(long)]
+        newer_kernel: bool,
     },
     /// Runs a shell script in user-mode Linux; stdin is typed on its console
     UserMode {
@@ -174,6 +177,7 @@ fn run_action(arguments: Arguments) -> Result<u8> {
             walvisor,
             results,
             seconds,
+            newer_kernel,
         } => {
             let mut job = Job::new(read(&script)?, binary(walvisor)?);
             let reporter = Reporter::streaming();
@@ -186,7 +190,12 @@ fn run_action(arguments: Arguments) -> Result<u8> {
                     .into_owned();
                 job = job.file(name, fs::read(&file).map_err(read_error(&file))?);
             }
-            let outcome = job.run(&cache, &reporter)?;
+            job.newer_kernel = newer_kernel;
+            let outcome = if newer_kernel {
+                job.run_on(Machine::Nested, &cache, &reporter)?
+            } else {
+                job.run(&cache, &reporter)?
+            };
             if let Some(target) = results {
                 outcome.keep_results(&target)?;
             }

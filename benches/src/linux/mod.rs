@@ -44,14 +44,14 @@ const MODULES: [&str; 6] = [
 /// Bytes of the disks in user-mode Linux: `SIZE` of its scripts.
 const DISK_BYTES: u64 = 64 << 20;
 /// The kernels.
-const KERNELS: [&str; 2] = ["user-mode", "machine"];
+const KERNELS: [&str; 3] = ["user-mode", "machine", "newer"];
 
 /// Which of them.
 #[derive(Debug, Args)]
 pub struct Kernels {
     /// The kernels that run fio, separated by commas: user-mode Linux, near native, or that of a
-    /// machine whose KVM runs Linux, this one or an emulated one [default: both; with --quick the
-    /// first]
+    /// machine whose KVM runs Linux, this one or an emulated one, or Debian's newer kernel, emulated,
+    /// which has ublk [default: all that the benchmark has; with --quick the first]
     #[arg(long, value_delimiter = ',', value_name = "NAME,NAME..", value_parser = KERNELS)]
     linux: Vec<String>,
 }
@@ -76,6 +76,8 @@ pub struct Scripts {
     pub machine: &'static str,
     /// In a guest of `walvisor run` on that machine; may be empty.
     pub guest: &'static str,
+    /// On a machine with Debian's newer kernel; may be empty.
+    pub newer: &'static str,
 }
 
 /// Measures the matrices of a kernel, with disks in `dir`. If a signal interrupts it, what was
@@ -183,13 +185,16 @@ fn machine(
     let (at, side) = (work.images(), &matrix.rows[0].sides[0]);
     let (cpus, limit_s) = (side.number("cpus"), side.number("limit_s"));
     let settings = format!("{settings}CPUS={cpus}\n{END_OF_SETTINGS}");
+    let newer = matrix.spec.name == "newer";
+    let script = if newer {
+        scripts.newer
+    } else {
+        scripts.machine
+    };
     let mut command = guests::command("run")?;
+    command.args(newer.then_some("--newer-kernel"));
     command.args([
-        write_script(
-            at,
-            "job.sh",
-            &format!("{settings}{LOAD}{}", scripts.machine),
-        )?,
+        write_script(at, "job.sh", &format!("{settings}{LOAD}{script}"))?,
         write_script(at, "load.sh", LOAD)?,
         write_script(at, "guest.sh", scripts.guest)?,
     ]);

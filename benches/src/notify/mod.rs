@@ -30,6 +30,7 @@ const SCRIPTS: Scripts = Scripts {
     user_mode: include_str!("../../scripts/notify-user-mode.sh"),
     machine: include_str!("../../scripts/notify-machine.sh"),
     guest: include_str!("../../scripts/notify-guest.sh"),
+    newer: include_str!("../../scripts/notify-newer.sh"),
 };
 
 /// Arguments of `walvisor-bench notify`.
@@ -37,7 +38,7 @@ const SCRIPTS: Scripts = Scripts {
 pub struct NotifyArguments {
     /// The load generators, separated by commas. Embedded: a guest in this program, and its
     /// clients, wherever KVM opens. Linux: fio in Linux kernels, with TCMU: user-mode Linux, and a
-    /// machine with KVM, emulated where this one runs no Linux
+    /// machine with KVM, emulated where this one runs no Linux; and with ublk, always emulated
     #[arg(long, value_delimiter = ',', value_name = "LOAD,LOAD..", default_value = LOADS[0], value_parser = LOADS)]
     load: Vec<String>,
     /// Only these paths of the embedded load, separated by commas. Exits: doorbells exit, and
