@@ -15,7 +15,7 @@ use std::time::{Duration, Instant};
 use io_uring::register::Restriction;
 use io_uring::types::{Fixed, SubmitArgs, Timespec};
 use io_uring::{IoUring, cqueue, opcode, squeue};
-use zerocopy::IntoBytes;
+use zerocopy::{FromBytes, IntoBytes};
 
 use super::layout::{
     ControlCommand, DeviceInfo, MAX_DEPTH, MAX_IO_BYTES, Parameters, command, flag, state,
@@ -171,6 +171,8 @@ pub struct Control {
 
 struct ControlRing {
     ring: IoUring<squeue::Entry128>,
+    /// Where commands have their values, as long as there is the ring.
+    value: Box<[u64; 8]>,
     /// Root's credentials.
     personality: u16,
     sent: u64,
@@ -194,6 +196,7 @@ impl Control {
         let mut control = Self {
             ring: Mutex::new(ControlRing {
                 ring,
+                value: Box::default(),
                 personality,
                 sent: 0,
             }),
@@ -210,40 +213,47 @@ impl Control {
 
     /// Carries out a command on a device.
     fn run(&self, operation: u32, device: u32, data: u64) -> io::Result<()> {
-        self.send(operation, &ControlCommand::of(device, data), || true)
+        let command = ControlCommand::of(device, data);
+        self.send(operation, command, &mut [], || true)
     }
 
     /// Passes a value to a command, and takes the one that it leaves there.
-    fn exchange<T: IntoBytes>(&self, operation: u32, device: u32, value: &mut T) -> io::Result<()> {
-        let command = ControlCommand {
-            len: size_of::<T>() as u16,
-            address: std::ptr::from_mut(value).expose_provenance() as u64,
-            ..ControlCommand::of(device, 0)
-        };
-        self.send(operation, &command, || true)
+    fn exchange<T: FromBytes + IntoBytes>(
+        &self,
+        operation: u32,
+        device: u32,
+        value: &mut T,
+    ) -> io::Result<()> {
+        let command = ControlCommand::of(device, 0);
+        self.send(operation, command, value.as_mut_bytes(), || true)
     }
 
-    /// Sends a command, and waits for its end while `wait` allows it. What the command names must
-    /// not go away before the end: `wait` may refuse only commands without an address.
+    /// Sends a command with a value, and waits for its end while `wait` allows it.
     fn send(
         &self,
         operation: u32,
-        command: &ControlCommand,
+        mut command: ControlCommand,
+        value: &mut [u8],
         wait: impl Fn() -> bool,
     ) -> io::Result<()> {
         let mut guard = self.ring.lock().unwrap_or_else(PoisonError::into_inner);
         guard.sent += 1;
         let ControlRing {
             ring,
+            value: place,
             personality,
             sent,
         } = &mut *guard;
+        if !value.is_empty() {
+            place.as_mut_bytes()[..value.len()].copy_from_slice(value);
+            command.len = value.len() as u16;
+            command.address = place.as_mut_ptr().expose_provenance() as u64;
+        }
         let mut bytes = [0; 80];
         bytes[..size_of::<ControlCommand>()].copy_from_slice(command.as_bytes());
         let entry = opcode::UringCmd80::new(Fixed(0), operation).cmd(bytes);
         let entry = entry.build().personality(*personality).user_data(*sent);
-        // SAFETY: the entry's value, if it has one, is borrowed by the caller, which waits for the
-        // command's end.
+        // SAFETY: the entry names no memory but the ring's place for values.
         let pushed = unsafe { ring.submission().push(&entry) };
         pushed.map_err(io::Error::other)?;
         loop {
@@ -257,7 +267,10 @@ impl Control {
             let mut ended = ring.completion();
             if let Some(end) = ended.find(|end| end.user_data() == *sent) {
                 return match end.result() {
-                    0.. => Ok(()),
+                    0.. => {
+                        value.copy_from_slice(&place.as_bytes()[..value.len()]);
+                        Ok(())
+                    }
                     error => Err(io::Error::from_raw_os_error(-error)),
                 };
             }
@@ -345,6 +358,15 @@ impl Control {
                 _ => return begun.during("take over a device"),
             }
         }
+    }
+
+    /// Tells the kernel a device's size; `false`: this kernel can't change it.
+    pub(super) fn resize(&self, number: u32, sectors: u64) -> io::Result<bool> {
+        if self.features & flag::UPDATE_SIZE == 0 {
+            return Ok(false);
+        }
+        let resized = self.run(command::UPDATE_SIZE, number, sectors);
+        resized.map(|()| true)
     }
 
     /// Removes a device that no process serves. What waits for it fails.
@@ -457,7 +479,7 @@ impl KernelDevice {
         };
         let process = u64::from(std::process::id());
         let started = ControlCommand::of(self.number, process);
-        match self.control.send(operation, &started, served) {
+        match self.control.send(operation, started, &mut [], served) {
             Err(error) if error.kind() == io::ErrorKind::TimedOut => {
                 Err(DeviceError::Unserved(self.path()))
             }
@@ -479,12 +501,9 @@ impl KernelDevice {
         Ok(())
     }
 
-    /// What changes the device's size in the kernel, if the kernel can do it.
-    pub(super) fn resizer(&self) -> DeviceResizer {
-        DeviceResizer {
-            control: Arc::clone(&self.control),
-            number: self.number,
-        }
+    /// Its number, and what commands it.
+    pub(super) fn handle(&self) -> (u32, Arc<Control>) {
+        (self.number, Arc::clone(&self.control))
     }
 }
 
@@ -496,27 +515,10 @@ impl Drop for KernelDevice {
         let delete = ControlCommand::of(self.number, 0);
         let wait = || Instant::now() < until;
         if self.stage == Stage::Added
-            && let Err(error) = self.control.send(command::DELETE, &delete, wait)
+            && let Err(error) = self.control.send(command::DELETE, delete, &mut [], wait)
         {
             tracing::error!("{} stays in the kernel: {error}", self.path());
         }
-    }
-}
-
-/// Tells the kernel a device's size.
-pub(super) struct DeviceResizer {
-    control: Arc<Control>,
-    number: u32,
-}
-
-impl DeviceResizer {
-    /// Sets the size; `false`: this kernel can't.
-    pub(super) fn set(&self, sectors: u64) -> io::Result<bool> {
-        if self.control.features & flag::UPDATE_SIZE == 0 {
-            return Ok(false);
-        }
-        let set = self.control.run(command::UPDATE_SIZE, self.number, sectors);
-        set.map(|()| true)
     }
 }
 

@@ -4,7 +4,7 @@ use std::io;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
-use super::control::{DeviceError, DeviceResizer, During, KernelDevice};
+use super::control::{Control, DeviceError, During, KernelDevice};
 use super::layout::Parameters;
 use super::worker::{QueueServers, WorkerPool};
 use crate::backend::{Backend, SECTOR_SIZE};
@@ -68,7 +68,7 @@ impl Device {
             backend: Arc::clone(&self.backend),
             gate: Arc::clone(&self.gate),
             flushes: told.has_volatile_cache(),
-            resizer: kernel.resizer(),
+            kernel: kernel.handle(),
             name: self.name.clone(),
             told: AtomicBool::new(false),
         });
@@ -150,7 +150,8 @@ struct DiskControl {
     gate: Arc<Gate>,
     /// Whether the kernel sends FLUSHes.
     flushes: bool,
-    resizer: DeviceResizer,
+    /// The device's number, and what commands it.
+    kernel: (u32, Arc<Control>),
     name: String,
     /// Whether the log says already that the device keeps its size.
     told: AtomicBool,
@@ -158,7 +159,8 @@ struct DiskControl {
 
 impl DeviceControl for DiskControl {
     fn capacity_changed(&self) {
-        match self.resizer.set(self.backend.sectors()) {
+        let (number, control) = &self.kernel;
+        match control.resize(*number, self.backend.sectors()) {
             Ok(true) => {}
             Ok(false) => {
                 if !self.told.swap(true, Ordering::Relaxed) {

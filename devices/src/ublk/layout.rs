@@ -152,16 +152,6 @@ pub(super) struct Request {
 }
 
 impl Descriptor {
-    /// One without a request.
-    pub(super) fn nothing() -> Self {
-        Self {
-            op_flags: u32::MAX,
-            sectors: 0,
-            sector: 0,
-            address: 0,
-        }
-    }
-
     /// The request; `None`: its operation is unknown, or its length is wrong.
     pub(super) fn request(&self) -> Option<Request> {
         let kind = match self.op_flags & 0xff {
@@ -308,6 +298,7 @@ mod tests {
         assert_eq!(size_of::<DeviceInfo>(), 64);
         assert_eq!(size_of::<IoCommand>(), 16);
         assert_eq!(size_of::<Descriptor>(), 24);
+        // As much as a command's value has room for.
         assert_eq!(size_of::<Parameters>(), 64);
         assert_eq!(std::mem::offset_of!(Parameters, sectors), 24);
         assert_eq!(std::mem::offset_of!(Parameters, discard_alignment), 40);
@@ -341,7 +332,6 @@ mod tests {
             assert_eq!(request(unknown, 8), None, "{unknown}");
         }
         assert_eq!((request(0, 0), request(3, 0)), (None, None));
-        assert_eq!(Descriptor::nothing().request(), None);
         assert!(request(0, 2048).is_some() && request(0, 2049).is_none());
     }
 

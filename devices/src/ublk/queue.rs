@@ -3,15 +3,18 @@
 use std::fs::File;
 use std::io;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd};
+use std::os::unix::fs::FileExt;
 use std::ptr::NonNull;
 use std::sync::Arc;
+use std::thread;
+use std::time::Duration;
 
 use io_uring::{IoUring, opcode, squeue, types::Fixed};
 use rustix::mm::{MapFlags, ProtFlags, mmap, munmap};
 use zerocopy::IntoBytes;
 
 use super::control::restricted_ring;
-use super::layout::{Descriptor, IoCommand, command, data_offset, descriptors};
+use super::layout::{Descriptor, IoCommand, Request, command, data_offset, descriptors};
 
 /// What a tag of a queue ends with.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -101,9 +104,12 @@ impl QueueRing {
     /// Passes the answers to the kernel.
     pub(super) fn submit(&mut self) -> io::Result<()> {
         while self.has_answers() {
-            match self.ring.submit() {
-                Err(error) if error.raw_os_error() != Some(libc::EINTR) => return Err(error),
-                _ => {}
+            let submitted = self.ring.submit();
+            match submitted.as_ref().map_err(io::Error::raw_os_error) {
+                Ok(_) | Err(Some(libc::EINTR)) => {}
+                // The kernel is short of memory.
+                Err(Some(libc::EAGAIN | libc::EBUSY)) => thread::sleep(Duration::from_millis(1)),
+                _ => return submitted.map(drop),
             }
         }
         Ok(())
@@ -120,42 +126,21 @@ impl QueueRing {
         }
     }
 
-    /// The request of a tag.
-    pub(super) fn descriptor(&self, tag: u16) -> Descriptor {
-        let descriptors = self.descriptors.as_ref();
-        descriptors
-            .and_then(|descriptors| descriptors.get(tag.into()))
-            .unwrap_or_else(Descriptor::nothing)
+    /// The request of a tag; `None`: the kernel has sent one that no driver sends.
+    pub(super) fn request(&self, tag: u16) -> Option<Request> {
+        let descriptor = self.descriptors.as_ref()?.get(tag.into())?;
+        descriptor.request()
     }
 
     /// Copies the data of a write.
     pub(super) fn read_data(&self, tag: u16, into: &mut [u8]) -> io::Result<()> {
-        let at = data_offset(self.queue, tag);
-        let mut done = 0;
-        while done < into.len() {
-            match rustix::io::pread(&self.file, &mut into[done..], at + done as u64) {
-                Ok(0) => return Err(io::ErrorKind::UnexpectedEof.into()),
-                Ok(len) => done += len,
-                Err(rustix::io::Errno::INTR) => {}
-                Err(error) => return Err(error.into()),
-            }
-        }
-        Ok(())
+        self.file.read_exact_at(into, data_offset(self.queue, tag))
     }
 
     /// Copies the data of a read, from byte `offset` of the request on.
     pub(super) fn write_data(&self, tag: u16, offset: usize, from: &[u8]) -> io::Result<()> {
         let at = data_offset(self.queue, tag) + offset as u64;
-        let mut done = 0;
-        while done < from.len() {
-            match rustix::io::pwrite(&self.file, &from[done..], at + done as u64) {
-                Ok(0) => return Err(io::ErrorKind::WriteZero.into()),
-                Ok(len) => done += len,
-                Err(rustix::io::Errno::INTR) => {}
-                Err(error) => return Err(error.into()),
-            }
-        }
-        Ok(())
+        self.file.write_all_at(from, at)
     }
 }
 

@@ -224,7 +224,7 @@ impl QueueServer {
 
     /// Submits a request, or answers one that can't be; `false`: it has to wait for memory.
     fn begin_request(&mut self, tag: u16, since: Instant, turn: &mut Turn<'_>) -> bool {
-        let Some(request) = self.ring.descriptor(tag).request() else {
+        let Some(request) = self.ring.request(tag) else {
             add(&self.metrics.requests, 1);
             turn.charge_request(0);
             self.end(tag, -libc::EOPNOTSUPP);
