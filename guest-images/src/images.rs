@@ -245,8 +245,8 @@ fn find_kernel(boot: &Path) -> Result<PathBuf> {
         .ok_or_else(|| Error::Unusable("the kernel package has no /boot/vmlinuz-*".to_owned()))
 }
 
-/// The kernel and the initramfs of a machine around a job, `vmlinuz` and `initramfs-outer.cpio`, with
-/// Debian's newer kernel. Returns their directory.
+/// The kernel and the initramfs of a machine around a job, `vmlinuz` and `initramfs-outer.cpio`,
+/// with Debian's newer kernel. Returns their directory.
 ///
 /// # Errors
 /// As [`GuestImages::ensure`].

@@ -50,8 +50,8 @@ const KERNELS: [&str; 3] = ["user-mode", "machine", "newer"];
 #[derive(Debug, Args)]
 pub struct Kernels {
     /// The kernels that run fio, separated by commas: user-mode Linux, near native, or that of a
-    /// machine whose KVM runs Linux, this one or an emulated one, or Debian's newer kernel, emulated,
-    /// which has ublk [default: all that the benchmark has; with --quick the first]
+    /// machine whose KVM runs Linux, this one or an emulated one, or Debian's newer kernel,
+    /// emulated, which has ublk [default: all that the benchmark has; with --quick the first]
     #[arg(long, value_delimiter = ',', value_name = "NAME,NAME..", value_parser = KERNELS)]
     linux: Vec<String>,
 }

@@ -2,7 +2,7 @@
 //! have come, submits them as a batch, and passes all answers to the kernel in one system call.
 //!
 //! ```text
-//!   ring ─▶ tags with requests ─▶ memory, data of writes ─▶ kick ─▶ completions ─▶ data of reads ─▶ one io_uring_enter
+//!   ring ─▶ requests ─▶ memory, data of writes ─▶ kick ─▶ completions ─▶ data of reads ─▶ answers
 //! ```
 
 use std::collections::VecDeque;
