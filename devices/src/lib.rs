@@ -57,6 +57,8 @@ pub mod ublk;
 #[cfg(feature = "vhost-user")]
 pub mod vhost_user;
 mod virtio;
+#[cfg(feature = "scsi")]
+pub mod virtio_scsi;
 
 #[doc(inline)]
 pub use walvisor_block as backend;

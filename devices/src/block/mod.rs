@@ -124,6 +124,55 @@ impl Default for BlockConfig {
     }
 }
 
+impl BlockConfig {
+    /// Checks everything that does not depend on the disk.
+    pub(crate) fn check(&self) -> Result<(), BlockError> {
+        if !(1..=MAX_QUEUES).contains(&self.queues) {
+            return Err(BlockError::Queues(self.queues));
+        }
+        if !(MIN_QUEUE_SIZE..=MAX_QUEUE_SIZE).contains(&self.queue_size)
+            || !self.queue_size.is_power_of_two()
+        {
+            return Err(BlockError::QueueSize(self.queue_size));
+        }
+        if self.serial.len() > ID_LEN {
+            return Err(BlockError::Serial(self.serial.clone()));
+        }
+        if self.poll > MAX_POLL {
+            return Err(BlockError::Poll(self.poll));
+        }
+        if !self.worker_cpus.is_empty() {
+            // If the affinity cannot be read, any processor is accepted; a worker that cannot be
+            // pinned logs a warning.
+            let allowed = sched_getaffinity(None).ok();
+            let forbidden = |cpu: &&u16| {
+                usize::from(**cpu) >= CpuSet::MAX_CPU
+                    || allowed.is_some_and(|allowed| !allowed.is_set((**cpu).into()))
+            };
+            if let Some(&cpu) = self.worker_cpus.iter().find(forbidden) {
+                return Err(BlockError::Cpu(cpu));
+            }
+        }
+        if !matches!(self.block_size, 512 | 4096) {
+            return Err(BlockError::BlockSize(self.block_size));
+        }
+        Ok(())
+    }
+
+    /// The thread of its own that the worker of request queue `index` needs, if it does. `blocks`:
+    /// reads of the disk may block.
+    pub(crate) fn thread(&self, device: &str, index: u16, blocks: bool) -> Option<DedicatedThread> {
+        let at = usize::from(index).checked_rem(self.worker_cpus.len());
+        let cpu = at.and_then(|at| self.worker_cpus.get(at)).copied();
+        // A worker that polls, or whose disk blocks, would delay the other queues of its thread.
+        let needs_own_thread = cpu.is_some() || !self.poll.is_zero() || blocks;
+        needs_own_thread.then(|| DedicatedThread {
+            name: format!("{device}-q{index}"),
+            cpu,
+        })
+    }
+}
+
 /// Why a device cannot be created.
 #[derive(Debug, thiserror::Error)]
 pub enum BlockError {
@@ -181,38 +230,10 @@ impl VirtioBlock {
     /// # Errors
     /// If `config` is out of range, or the system refuses an event descriptor.
     pub fn new(backend: Arc<dyn Backend>, config: BlockConfig) -> Result<Self, BlockError> {
-        if !(1..=MAX_QUEUES).contains(&config.queues) {
-            return Err(BlockError::Queues(config.queues));
-        }
-        if !(MIN_QUEUE_SIZE..=MAX_QUEUE_SIZE).contains(&config.queue_size)
-            || !config.queue_size.is_power_of_two()
-        {
-            return Err(BlockError::QueueSize(config.queue_size));
-        }
+        config.check()?;
         let mut id = [0; ID_LEN];
-        match id.get_mut(..config.serial.len()) {
-            Some(start) => start.copy_from_slice(config.serial.as_bytes()),
-            None => return Err(BlockError::Serial(config.serial)),
-        }
-        if config.poll > MAX_POLL {
-            return Err(BlockError::Poll(config.poll));
-        }
-        if !config.worker_cpus.is_empty() {
-            // If the affinity cannot be read, any processor is accepted; a worker that cannot be
-            // pinned logs a warning.
-            let allowed = sched_getaffinity(None).ok();
-            let forbidden = |cpu: &&u16| {
-                usize::from(**cpu) >= CpuSet::MAX_CPU
-                    || allowed.is_some_and(|allowed| !allowed.is_set((**cpu).into()))
-            };
-            if let Some(&cpu) = config.worker_cpus.iter().find(forbidden) {
-                return Err(BlockError::Cpu(cpu));
-            }
-        }
+        id[..config.serial.len()].copy_from_slice(config.serial.as_bytes());
         let block_size = config.block_size;
-        if !matches!(block_size, 512 | 4096) {
-            return Err(BlockError::BlockSize(block_size));
-        }
         let capacity = backend.sectors();
         if !capacity.is_multiple_of(u64::from(block_size) / SECTOR_SIZE) {
             return Err(BlockError::PartialBlock(block_size, capacity));
@@ -345,6 +366,10 @@ impl VirtioDevice for VirtioBlock {
         read_space(&space, offset, data);
     }
 
+    fn refresh_config(&self) -> bool {
+        self.refresh_capacity()
+    }
+
     /// Writes the configuration space: only `writeback`, and only if CONFIG_WCE was negotiated.
     /// Other writes do nothing (5.2.4).
     fn write_config(&self, offset: u64, data: &[u8], features: Features) {
@@ -384,18 +409,8 @@ impl VirtioDevice for VirtioBlock {
                 return Ok(QueueHandle::broken());
             }
         };
-        let cpu = {
-            let cpus = &self.config.worker_cpus;
-            let at = usize::from(queue.index).checked_rem(cpus.len());
-            at.and_then(|at| cpus.get(at)).copied()
-        };
-        // A worker that polls, or whose disk blocks, would delay the other queues of its thread.
-        let needs_own_thread =
-            cpu.is_some() || !self.config.poll.is_zero() || self.backend.blocks();
-        let dedicated = needs_own_thread.then(|| DedicatedThread {
-            name: format!("virtio-blk-q{}", queue.index),
-            cpu,
-        });
+        let blocks = self.backend.blocks();
+        let dedicated = self.config.thread(Self::TYPE.name, queue.index, blocks);
         let config = WorkerConfig {
             flush_after_write: self.flush_after_write(features),
             answer_when_written,

@@ -136,29 +136,12 @@ impl<M: DeviceMemory> QueueWorker<M> {
                 && !self.batch.is_full(self.queue.ring.size())
                 && !self.port.is_holding());
         }
-        let found = self.poll(memory, turn)?;
-        self.queue.wait(memory, found)
-    }
-
-    /// Polls the ring for the configured time, with doorbells off; `true`: a chain is available.
-    /// Does not poll while requests are in flight, because it would not notice their completions.
-    fn poll<G: GuestMemory>(&mut self, memory: &G, turn: &Turn<'_>) -> Result<bool, QueueError> {
-        if self.config.poll.is_zero() || !self.in_flight.is_empty() {
-            return Ok(false);
-        }
-        let start = Instant::now();
-        let found = loop {
-            if self.queue.ring.has_available(memory)? {
-                break true;
-            }
-            if turn.is_stopping() || start.elapsed() >= self.config.poll {
-                break false;
-            }
-            std::hint::spin_loop();
+        // Not while requests are in flight, because it would not notice their completions.
+        let found = self.in_flight.is_empty() && {
+            let WorkerConfig { poll, metrics, .. } = &self.config;
+            self.queue.poll(memory, turn, *poll, &metrics.poll_ns)?
         };
-        let spent = start.elapsed().as_nanos() as u64;
-        add(&self.config.metrics.poll_ns, spent);
-        Ok(found)
+        self.queue.wait(memory, found)
     }
 
     /// Takes chains until none is left (`true`), there is no more room, or the turn is over.

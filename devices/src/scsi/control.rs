@@ -22,15 +22,16 @@ pub(super) fn request_sense(request: &ScsiRequest<'_>) -> Result<CommandPlan, Se
     Ok(CommandPlan::Answer { bytes, allocation })
 }
 
-/// REPORT LUNS (SPC-5, 6.33), for transports that leave it to their units: the only unit is
-/// number 0.
+/// REPORT LUNS (SPC-5, 6.33), for transports that leave it to their units. Numbers below 256 are in
+/// the peripheral format, on bus 0 (SAM-5, 4.7.7.2).
 pub(super) fn report_luns(request: &ScsiRequest<'_>) -> Result<CommandPlan, Sense> {
     let mut bytes = vec![0; 8];
     match request.byte(2) {
         // Without and with well known logical units, which do not exist here.
         0x00 | 0x02 => {
-            bytes[3] = 8;
-            bytes.extend([0; 8]);
+            let units = request.unit.units_of_target();
+            bytes[..4].copy_from_slice(&(u32::from(units) * 8).to_be_bytes());
+            (0..units).for_each(|unit| bytes.extend([0, unit, 0, 0, 0, 0, 0, 0]));
         }
         0x01 => {}
         _ => return Err(Sense::cdb(2, None)),

@@ -19,4 +19,9 @@ pub trait DataBuffer {
 
     /// Copies bytes into it. `offset` and the length of `from` stay within [`len`](Self::len).
     fn write(&self, offset: usize, from: &[u8]);
+
+    /// Whether an access has failed, so that bytes are missing. A command then changes no blocks.
+    fn has_failed(&self) -> bool {
+        false
+    }
 }

@@ -1,8 +1,10 @@
 //! INQUIRY: the unit's type, identity and limits (SPC-5, 6.7 and 7.7; SBC-4, 6.6).
 
+use super::data::DataBuffer;
 use super::plan::{CommandPlan, ScsiRequest};
 use super::provisioning::{MAX_UNMAP_RANGES, MAX_WRITE_SAME_BYTES, max_unmap_blocks};
-use super::sense::Sense;
+use super::sense::{Sense, Status};
+use super::task::TaskOutcome;
 use super::unit::{LogicalUnit, PHYSICAL_BLOCK};
 
 /// T10 VENDOR IDENTIFICATION.
@@ -47,6 +49,49 @@ pub(super) fn inquiry(request: &ScsiRequest<'_>) -> Result<CommandPlan, Sense> {
         _ => return Err(Sense::cdb(2, None)),
     };
     Ok(CommandPlan::Answer { bytes, allocation })
+}
+
+/// Answers a command for a logical unit that the target does not have (SAM-5, 5.11).
+pub(crate) fn answer_for_absent_unit(cdb: &[u8], data: &dyn DataBuffer) -> TaskOutcome {
+    let answer = match cdb {
+        [0x12, 0, 0, high, low, 0, ..] => {
+            let mut bytes = standard();
+            // PERIPHERAL QUALIFIER 011b: no unit here, and none possible.
+            bytes[0] = 0x7f;
+            Some((bytes, usize::from(u16::from_be_bytes([*high, *low]))))
+        }
+        [0x03, descriptors @ (0 | 1), 0, 0, allocation, 0, ..] => {
+            let bytes = Sense::NO_UNIT.data(*descriptors == 1).to_vec();
+            Some((bytes, usize::from(*allocation)))
+        }
+        _ => None,
+    };
+    let data_in = answer.map(|(bytes, allocation)| {
+        let len = bytes.len().min(allocation).min(data.len());
+        data.write(0, &bytes[..len]);
+        len
+    });
+    match data_in {
+        Some(_) => TaskOutcome {
+            status: Status::Good,
+            sense: None,
+            data_in,
+        },
+        None => refuse(Sense::NO_UNIT),
+    }
+}
+
+/// Answers a command with a task attribute that the units do not have.
+pub(crate) fn refuse_attribute() -> TaskOutcome {
+    refuse(Sense::MESSAGE)
+}
+
+fn refuse(sense: Sense) -> TaskOutcome {
+    TaskOutcome {
+        status: Status::CheckCondition,
+        sense: Some(sense.data(false)),
+        data_in: None,
+    }
 }
 
 /// Standard INQUIRY data (SPC-5, 6.7.2).

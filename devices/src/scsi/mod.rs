@@ -94,8 +94,14 @@ mod plan;
 mod provisioning;
 mod sense;
 mod task;
+mod transfer;
 mod unit;
+mod unit_queue;
 mod verify;
+
+pub(crate) use inquiry::{answer_for_absent_unit, refuse_attribute};
+pub(crate) use transfer::{CdbTransfer, transfer_of};
+pub(crate) use unit_queue::{EndedCommand, SharedUnit, UnitQueue};
 
 pub use data::DataBuffer;
 pub use sense::{SenseData, Status};

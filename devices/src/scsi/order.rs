@@ -8,7 +8,9 @@
 //! a disk with WRITE ATOMIC reads are listed too: they see all of such a write or nothing (SBC-4,
 //! 4.29).
 
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
+
+use crate::control::GateWatcher;
 
 /// The commands of a unit that change blocks, or read them on a disk with WRITE ATOMIC.
 #[derive(Default)]
@@ -23,6 +25,10 @@ struct CommandList {
     next: u64,
     /// Number of commands with exclusive access.
     exclusive: usize,
+    /// Whether a command was told to wait since the watchers were last woken.
+    waited: bool,
+    /// Workers to wake when a command ends and others wait.
+    watchers: Vec<Weak<dyn GateWatcher>>,
 }
 
 struct ListedCommand {
@@ -37,6 +43,13 @@ impl CommandOrder {
     fn lock(&self) -> MutexGuard<'_, CommandList> {
         // A panic leaves no partial change in the list.
         self.list.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Wakes `watcher` whenever a command ends while others wait.
+    pub(super) fn watch(&self, watcher: Weak<dyn GateWatcher>) {
+        let watchers = &mut self.lock().watchers;
+        watchers.retain(|watcher| watcher.strong_count() > 0);
+        watchers.push(watcher);
     }
 
     /// Lists a command that changes blocks from `start` to `end`.
@@ -67,7 +80,7 @@ pub(super) struct OrderTicket {
 impl OrderTicket {
     /// Whether the command may begin.
     pub(super) fn may_begin(&self) -> bool {
-        let list = self.order.lock();
+        let mut list = self.order.lock();
         if list.exclusive == 0 {
             return true;
         }
@@ -75,9 +88,11 @@ impl OrderTicket {
             return true;
         };
         let own = &list.commands[at];
-        !list.commands[..at].iter().any(|entry| {
+        let waits = list.commands[..at].iter().any(|entry| {
             (entry.exclusive || own.exclusive) && entry.start < own.end && own.start < entry.end
-        })
+        });
+        list.waited |= waits;
+        !waits
     }
 }
 
@@ -94,6 +109,12 @@ impl Drop for OrderTicket {
         if let Ok(at) = list.find(self.number) {
             let entry = list.commands.remove(at);
             list.exclusive -= usize::from(entry.exclusive);
+        }
+        if std::mem::take(&mut list.waited) {
+            let watchers = list.watchers.iter().filter_map(Weak::upgrade);
+            let watchers: Vec<_> = watchers.collect();
+            drop(list);
+            watchers.iter().for_each(|watcher| watcher.wake());
         }
     }
 }

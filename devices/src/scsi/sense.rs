@@ -12,6 +12,8 @@ pub enum Status {
     Good = 0x00,
     /// The command failed; the sense data says why.
     CheckCondition = 0x02,
+    /// The command did not begin, and may be sent again.
+    Busy = 0x08,
     /// The command was aborted.
     TaskAborted = 0x40,
 }
@@ -86,10 +88,16 @@ impl Sense {
     pub(super) const OPERATION_CODE: Self = Self::new(key::ILLEGAL_REQUEST, 0x2000).at_cdb(0, None);
     /// LOGICAL BLOCK ADDRESS OUT OF RANGE.
     pub(super) const OUT_OF_RANGE: Self = Self::new(key::ILLEGAL_REQUEST, 0x2100);
+    /// LOGICAL UNIT NOT SUPPORTED.
+    pub(super) const NO_UNIT: Self = Self::new(key::ILLEGAL_REQUEST, 0x2500);
+    /// INVALID MESSAGE ERROR: a task attribute that the unit does not have.
+    pub(super) const MESSAGE: Self = Self::new(key::ILLEGAL_REQUEST, 0x4900);
     /// WRITE PROTECTED.
     pub(super) const WRITE_PROTECTED: Self = Self::new(key::DATA_PROTECT, 0x2700);
     /// SAVING PARAMETERS NOT SUPPORTED.
     pub(super) const SAVING: Self = Self::new(key::ILLEGAL_REQUEST, 0x3900);
+    /// BUS DEVICE RESET FUNCTION OCCURRED.
+    pub(super) const RESET: Self = Self::new(key::UNIT_ATTENTION, 0x2903);
     /// CAPACITY DATA HAS CHANGED.
     pub(super) const CAPACITY_CHANGED: Self = Self::new(key::UNIT_ATTENTION, 0x2a09);
 

@@ -42,6 +42,21 @@ pub struct TaskOutcome {
     pub data_in: Option<usize>,
 }
 
+impl TaskOutcome {
+    /// The command did not begin, and may be sent again.
+    pub(crate) const BUSY: Self = Self::without_data(Status::Busy);
+    /// The command was aborted before it began.
+    pub(crate) const ABORTED: Self = Self::without_data(Status::TaskAborted);
+
+    const fn without_data(status: Status) -> Self {
+        Self {
+            status,
+            sense: None,
+            data_in: None,
+        }
+    }
+}
+
 /// A command in flight.
 pub struct Task {
     job: Job,
@@ -53,6 +68,8 @@ pub struct Task {
     /// What to do with the blocks of the read in flight; `None`: no read is in flight.
     after_read: Option<AfterRead>,
     ticket: Option<OrderTicket>,
+    /// Whether it is in the unit's order of commands, if it has to be.
+    entered: bool,
     data_in: Option<usize>,
     failed: Option<(Status, Option<SenseData>)>,
 }
@@ -64,6 +81,14 @@ impl Task {
     /// `cdb` may be longer than the command's CDB. `data` must be the same in all calls for one
     /// task.
     pub fn new(unit: &LogicalUnit, cdb: &[u8], data: &dyn DataBuffer) -> Self {
+        let mut task = Self::plan(unit, cdb, data);
+        task.enter(unit);
+        task
+    }
+
+    /// As [`new`](Self::new), but other commands wait for this one only from its first
+    /// [`next`](Self::next) on.
+    pub(crate) fn plan(unit: &LogicalUnit, cdb: &[u8], data: &dyn DataBuffer) -> Self {
         let (job, data_in, failed) = match command::plan_command(unit, cdb, data) {
             Ok(CommandPlan::Run(job)) => (job, None, None),
             Ok(CommandPlan::Answer { bytes, allocation }) => {
@@ -77,9 +102,26 @@ impl Task {
                 (Job::without_actions(), None, Some(failed))
             }
         };
+        Self {
+            job,
+            next_action: 0,
+            progress: 0,
+            in_flight: 0,
+            after_read: None,
+            ticket: None,
+            entered: false,
+            data_in,
+            failed,
+        }
+    }
+
+    /// Enters the unit's order of commands, if it has to.
+    fn enter(&mut self, unit: &LogicalUnit) {
+        let job = &self.job;
+        self.entered = true;
         // Atomic writes wait for reads too, which may have half of the blocks by now.
         let listed = job.range.blocks > 0 && unit.max_atomic_blocks() > 0;
-        let ticket = (job.access != BlockAccess::ReadOnly || listed).then(|| {
+        self.ticket = (job.access != BlockAccess::ReadOnly || listed).then(|| {
             let all = || {
                 job.list
                     .iter()
@@ -92,16 +134,6 @@ impl Task {
             unit.order
                 .enter(start.unwrap_or(0), end.unwrap_or(0), alone)
         });
-        Self {
-            job,
-            next_action: 0,
-            progress: 0,
-            in_flight: 0,
-            after_read: None,
-            ticket,
-            data_in,
-            failed,
-        }
     }
 
     /// The kind that the command's latency counts as; `None` for a command that is neither I/O nor
@@ -136,6 +168,9 @@ impl Task {
         if self.failed.is_some() {
             return idle;
         }
+        if !self.entered {
+            self.enter(unit);
+        }
         if self
             .ticket
             .as_ref()
@@ -155,6 +190,10 @@ impl Task {
             return TaskStep::InFlight;
         }
         match self.next_operation(unit, data, action) {
+            Ok(_) if data.has_failed() => {
+                self.fail(unit, Sense::WRITE_ERROR);
+                idle
+            }
             Ok(operation) => {
                 self.in_flight += 1;
                 TaskStep::Submit(operation)

@@ -1,11 +1,12 @@
 //! A logical unit: a backend as a SCSI block device.
 
-use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU8, Ordering};
+use std::sync::{Arc, Weak};
 
 use super::order::CommandOrder;
 use super::sense::Sense;
 use crate::backend::{Backend, Capabilities, MAX_REQUEST_BYTES, SECTOR_SIZE};
+use crate::control::GateWatcher;
 
 /// Physical block in bytes, as for virtio-blk: the alignment of the log, and the usual block size
 /// of the media under base images.
@@ -43,10 +44,16 @@ pub struct LogicalUnit {
     stopped: AtomicBool,
     /// Unit attention conditions to be reported, as bits; the lowest is reported first.
     attentions: AtomicU8,
+    /// How many units the target has, which REPORT LUNS lists.
+    units_of_target: u8,
 }
 
+/// The unit attention conditions, the one with the lowest bit first (SAM-5, 5.14.5).
+const ATTENTIONS: [Sense; 2] = [Sense::RESET, Sense::CAPACITY_CHANGED];
+/// The bit of a reset.
+const RESET: u8 = 1 << 0;
 /// The bit of CAPACITY DATA HAS CHANGED.
-const CAPACITY_CHANGED: u8 = 1 << 0;
+const CAPACITY_CHANGED: u8 = 1 << 1;
 
 impl LogicalUnit {
     /// Longest serial number in bytes.
@@ -87,6 +94,7 @@ impl LogicalUnit {
             descriptor_sense: AtomicBool::new(false),
             stopped: AtomicBool::new(false),
             attentions: AtomicU8::new(0),
+            units_of_target: 1,
         };
         match unit.blocks() {
             0 => Err(UnitError::TooSmall(block_size)),
@@ -125,6 +133,29 @@ impl LogicalUnit {
     /// The disk has another size: the next command gets a unit attention condition.
     pub fn capacity_changed(&self) {
         self.attentions.fetch_or(CAPACITY_CHANGED, Ordering::AcqRel);
+    }
+
+    /// The unit as one of `units`, numbered from 0, of a target.
+    pub(crate) fn in_target_of(mut self, units: u8) -> Self {
+        self.units_of_target = units;
+        self
+    }
+
+    pub(super) fn units_of_target(&self) -> u8 {
+        self.units_of_target
+    }
+
+    /// The effects of a reset (SAM-5, 6.3.3), but for commands in flight and for the cache mode,
+    /// which only an initiator or the owner changes.
+    pub(crate) fn reset(&self) {
+        self.set_stopped(false);
+        self.set_descriptor_sense(false);
+        self.attentions.fetch_or(RESET, Ordering::AcqRel);
+    }
+
+    /// Wakes `watcher` when blocked commands may go on.
+    pub(crate) fn watch_order(&self, watcher: Weak<dyn GateWatcher>) {
+        self.order.watch(watcher);
     }
 
     pub(super) fn sectors_per_block(&self) -> u64 {
@@ -186,12 +217,11 @@ impl LogicalUnit {
 
     /// Takes the unit attention condition to report next.
     pub(super) fn take_attention(&self) -> Option<Sense> {
-        if self.attentions.load(Ordering::Relaxed) == 0 {
-            return None;
-        }
-        let before = self
-            .attentions
-            .fetch_and(!CAPACITY_CHANGED, Ordering::AcqRel);
-        (before & CAPACITY_CHANGED != 0).then_some(Sense::CAPACITY_CHANGED)
+        // Loaded first: there is hardly ever one.
+        let lowest = self.attentions.load(Ordering::Relaxed).trailing_zeros();
+        let sense = ATTENTIONS.get(lowest as usize)?;
+        let bit = 1 << lowest;
+        let before = self.attentions.fetch_and(!bit, Ordering::AcqRel);
+        (before & bit != 0).then_some(*sense)
     }
 }

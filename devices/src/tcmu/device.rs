@@ -1,21 +1,17 @@
 //! A disk as a device of target_core_user.
 
-use std::io;
 use std::sync::Arc;
 
 use crate::backend::Backend;
-use crate::control::{DeviceControl, Gate};
+use crate::control::DeviceControl;
 use crate::metrics::BlockMetrics;
-use crate::scsi::{LogicalUnit, UnitError};
+use crate::scsi::{LogicalUnit, SharedUnit, UnitError};
 use crate::throttle::Throttle;
 
 /// A disk for the kernel's SCSI target. [`Worker::start`](super::Worker::start) serves it.
 pub struct Device {
     pub(super) name: String,
-    pub(super) unit: Arc<LogicalUnit>,
-    pub(super) metrics: Arc<BlockMetrics>,
-    pub(super) gate: Arc<Gate>,
-    pub(super) throttle: Arc<Throttle>,
+    pub(super) shared: SharedUnit,
     pub(super) write_cache: WriteCacheHook,
 }
 
@@ -36,10 +32,7 @@ impl Device {
     ) -> Result<Self, UnitError> {
         Ok(Self {
             name: name.to_owned(),
-            unit: Arc::new(LogicalUnit::new(backend, serial, block_size)?),
-            metrics: Arc::new(BlockMetrics::of_queues(1)),
-            gate: Arc::default(),
-            throttle: Arc::default(),
+            shared: SharedUnit::new(LogicalUnit::new(backend, serial, block_size)?, 1),
             write_cache: Arc::new(|_| ()),
         })
     }
@@ -53,58 +46,22 @@ impl Device {
 
     /// The disk as a SCSI logical unit.
     pub fn unit(&self) -> &LogicalUnit {
-        &self.unit
+        &self.shared.unit
     }
 
     /// The device's counters. Commands count as requests, events of the kernel as doorbells, writes
     /// to the UIO device as interrupts.
     pub fn metrics(&self) -> Arc<BlockMetrics> {
-        Arc::clone(&self.metrics)
+        Arc::clone(&self.shared.metrics)
     }
 
     /// The limits of the device.
     pub fn throttle(&self) -> Arc<Throttle> {
-        Arc::clone(&self.throttle)
+        Arc::clone(&self.shared.throttle)
     }
 
     /// A handle with which the owner controls the device while it is in use.
     pub fn control(&self) -> Arc<dyn DeviceControl> {
-        Arc::new(DiskControl {
-            unit: Arc::clone(&self.unit),
-            gate: Arc::clone(&self.gate),
-        })
-    }
-}
-
-/// The control handle of a device.
-struct DiskControl {
-    unit: Arc<LogicalUnit>,
-    gate: Arc<Gate>,
-}
-
-impl DeviceControl for DiskControl {
-    /// The next command gets UNIT ATTENTION (CAPACITY DATA HAS CHANGED). Initiators read the new
-    /// capacity when they rescan.
-    fn capacity_changed(&self) {
-        self.unit.capacity_changed();
-    }
-
-    /// Only an initiator may turn writeback on (MODE SELECT, caching page): an initiator that has
-    /// seen writethrough never flushes.
-    fn set_write_cache(&self, on: bool) -> bool {
-        let backend = self.unit.backend();
-        if !on && backend.capabilities().write_cache_toggle {
-            backend.set_write_cache(false);
-        }
-        backend.write_cache()
-    }
-
-    fn pause(&self) -> io::Result<()> {
-        self.gate.close();
-        Ok(())
-    }
-
-    fn resume(&self) {
-        self.gate.open();
+        Arc::new(self.shared.clone())
     }
 }

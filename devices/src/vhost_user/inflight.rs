@@ -17,8 +17,8 @@ use super::memory::check_mappable;
 use super::message::Message;
 use super::outcome::{Outcome, refuse};
 use super::sigbus::{GuardedMapping, SessionGuard};
-use crate::block::{MAX_QUEUE_SIZE, VirtioBlock};
-use crate::virtio::{Tracker, VirtioDevice};
+use crate::block::MAX_QUEUE_SIZE;
+use crate::virtio::Tracker;
 
 /// An area that the front-end has passed in.
 pub(super) struct InflightArea {
@@ -33,10 +33,10 @@ fn dimensions(message: &Message) -> Outcome<(u16, u16)> {
 }
 
 impl InflightArea {
-    /// GET_INFLIGHT_FD: a new area, and the payload of the reply.
-    pub(super) fn create(message: &Message, device: &VirtioBlock) -> Outcome<(Vec<u8>, File)> {
+    /// GET_INFLIGHT_FD: a new area for a device with at most `most` queues, and the payload of the
+    /// reply.
+    pub(super) fn create(message: &Message, most: u16) -> Outcome<(Vec<u8>, File)> {
         let (queues, queue_size) = dimensions(message)?;
-        let most = device.queues();
         if !(1..=most).contains(&queues) || !(1..=MAX_QUEUE_SIZE).contains(&queue_size) {
             return Err(refuse(format!(
                 "an inflight area for {queues} queues of {queue_size} descriptors: at most {most} queues of {MAX_QUEUE_SIZE}"

@@ -1,4 +1,4 @@
-//! virtio-blk for other programs: the back-end of the vhost-user protocol (QEMU's
+//! virtio-blk and virtio-scsi for other programs: the back-end of the vhost-user protocol (QEMU's
 //! `docs/interop/vhost-user.rst`).
 //!
 //! ```text

@@ -14,24 +14,25 @@ use super::signal::EventNotifier;
 use crate::block::VirtioBlock;
 use crate::control::DeviceControl;
 use crate::listen::{Stop, Threads, Waiter, check_accept};
+use crate::transport::Device;
 
-/// A listening socket and the disk that it offers.
-pub struct Service {
+/// A listening socket and the device that it offers: a disk, or a SCSI target.
+pub struct Service<D = VirtioBlock> {
     listener: UnixListener,
-    device: VirtioBlock,
+    device: D,
     name: String,
     stop: Stop,
     waiter: Waiter<OwnerRequest>,
     notifier: Arc<EventNotifier>,
 }
 
-impl Service {
+impl<D: Device> Service<D> {
     /// Offers `device` to front-ends that connect to `listener`, one at a time: the next one waits
     /// until it has left. Log messages call the disk `name`.
     ///
     /// # Errors
     /// If the system refuses a descriptor, or cannot signal a front-end without waiting for it.
-    pub fn new(listener: UnixListener, device: VirtioBlock, name: &str) -> io::Result<Self> {
+    pub fn new(listener: UnixListener, device: D, name: &str) -> io::Result<Self> {
         let stop = Stop::new()?;
         Ok(Self {
             listener,
@@ -42,7 +43,9 @@ impl Service {
             notifier: Arc::new(EventNotifier::new()?),
         })
     }
+}
 
+impl Service {
     /// A handle with which the owner controls the disk while it is in use.
     pub fn control(&self) -> Arc<dyn DeviceControl> {
         Arc::new(ServiceControl {
@@ -76,7 +79,7 @@ impl Server {
     ///
     /// # Errors
     /// If the system refuses a descriptor or a thread.
-    pub fn start(services: Vec<Service>) -> io::Result<Self> {
+    pub fn start<D: Device + 'static>(services: Vec<Service<D>>) -> io::Result<Self> {
         let server = Self {
             running: Mutex::default(),
         };
@@ -93,7 +96,7 @@ impl Server {
     ///
     /// # Errors
     /// If the system refuses a descriptor or a thread.
-    pub fn add(&self, mut service: Service) -> io::Result<()> {
+    pub fn add<D: Device + 'static>(&self, mut service: Service<D>) -> io::Result<()> {
         service.listener.set_nonblocking(true)?;
         let (name, stop) = (service.name.clone(), service.stop.clone());
         let mut thread = Threads::new("vhost-user");
@@ -139,7 +142,7 @@ impl Drop for Server {
     }
 }
 
-impl Service {
+impl<D: Device> Service<D> {
     /// Serves one front-end after another until the server stops.
     fn listen(&mut self) -> Outcome<()> {
         // Whether the owner has paused the disk.
@@ -149,7 +152,7 @@ impl Service {
             if let Some(request) = next_request(&mut self.waiter, &self.listener)? {
                 match request {
                     // No front-end is connected; the next one will read the new configuration.
-                    OwnerRequest::CapacityChanged => drop(self.device.refresh_capacity()),
+                    OwnerRequest::CapacityChanged => drop(self.device.refresh_config()),
                     OwnerRequest::Pause(done) => {
                         paused = true;
                         // Fails if the owner has stopped waiting.
@@ -189,7 +192,7 @@ impl Service {
         let mut channel = Channel::new(socket, &mut self.waiter)?;
         let mut session = FrontEndSession::new(&self.device, &self.notifier, socket)?;
         // Applies what the owner requested before this front-end connected.
-        self.device.refresh_capacity();
+        self.device.refresh_config();
         session.set_paused(*paused)?;
         let ended = loop {
             if let Err(ended) = Self::turn(&mut session, &mut channel, paused) {
@@ -204,7 +207,7 @@ impl Service {
 
     /// Carries out the next request of the front-end or the disk's owner.
     fn turn(
-        session: &mut FrontEndSession<'_>,
+        session: &mut FrontEndSession<'_, D>,
         channel: &mut Channel<'_>,
         paused: &mut bool,
     ) -> Outcome<()> {

@@ -12,7 +12,6 @@ use super::outcome::{Outcome, refuse};
 use super::sigbus::SessionGuard;
 use super::signal::EventNotifier;
 use super::vring::{Vring, doorbell};
-use crate::block::VirtioBlock;
 use crate::status::{DRIVER_OK, DeviceStatus};
 use crate::virtio::{Features, QueueSetup, QueueStart, VirtioDevice};
 
@@ -92,8 +91,8 @@ impl Reply {
 
 /// A front-end's connection. Dropping it drains its rings, and returns the device to its initial
 /// state.
-pub(super) struct FrontEndSession<'a> {
-    device: &'a VirtioBlock,
+pub(super) struct FrontEndSession<'a, D: VirtioDevice> {
+    device: &'a D,
     notifier: &'a Arc<EventNotifier>,
     guard: Arc<SessionGuard>,
     memory: SharedMemory,
@@ -108,11 +107,11 @@ pub(super) struct FrontEndSession<'a> {
     paused: bool,
 }
 
-impl<'a> FrontEndSession<'a> {
+impl<'a, D: VirtioDevice> FrontEndSession<'a, D> {
     /// # Errors
     /// If the system refuses a descriptor.
     pub(super) fn new(
-        device: &'a VirtioBlock,
+        device: &'a D,
         notifier: &'a Arc<EventNotifier>,
         socket: BorrowedFd<'_>,
     ) -> io::Result<Self> {
@@ -224,7 +223,7 @@ impl<'a> FrontEndSession<'a> {
     /// that.
     pub(super) fn capacity_changed(&mut self) {
         let wanted = self.protocol & CONFIG != 0 && self.protocol & BACKEND_REQ != 0;
-        let changed = self.device.refresh_capacity();
+        let changed = self.device.refresh_config();
         let Some(channel) = self.backend_requests.as_ref().filter(|_| wanted && changed) else {
             return;
         };
@@ -242,20 +241,26 @@ impl<'a> FrontEndSession<'a> {
     }
 }
 
-fn rings(device: &VirtioBlock, notifier: &Arc<EventNotifier>) -> Vec<Vring> {
+fn rings(device: &impl VirtioDevice, notifier: &Arc<EventNotifier>) -> Vec<Vring> {
     (0..device.queues())
-        .map(|_| Vring::new(device.queue_size(), device.metrics(), Arc::clone(notifier)))
+        .map(|_| {
+            Vring::new(
+                device.queue_size(),
+                device.interrupt_counter(),
+                Arc::clone(notifier),
+            )
+        })
         .collect()
 }
 
-impl Drop for FrontEndSession<'_> {
+impl<D: VirtioDevice> Drop for FrontEndSession<'_, D> {
     fn drop(&mut self) {
         self.pause();
         self.device.reset();
     }
 }
 
-impl FrontEndSession<'_> {
+impl<D: VirtioDevice> FrontEndSession<'_, D> {
     /// Carries out a message, and replies to it.
     pub(super) fn handle(
         &mut self,
@@ -334,7 +339,7 @@ impl FrontEndSession<'_> {
             request::GET_CONFIG => return self.read_config(message),
             request::SET_CONFIG => self.write_config(message)?,
             request::GET_INFLIGHT_FD => {
-                let (payload, file) = InflightArea::create(message, self.device)?;
+                let (payload, file) = InflightArea::create(message, self.device.queues())?;
                 return Ok(Reply::WithFile(payload, file));
             }
             request::SET_INFLIGHT_FD => {

@@ -9,7 +9,7 @@ use vmm_sys_util::eventfd::EventFd;
 use super::outcome::{Outcome, refuse};
 use super::signal::{EventNotifier, Signal, is_event};
 use crate::interrupt::Interrupt;
-use crate::metrics::{BlockMetrics, InterruptCounter};
+use crate::metrics::InterruptCounter;
 use crate::virtio::QueueHandle;
 
 /// A ring. It runs while it has everything it needs.
@@ -33,7 +33,11 @@ pub(super) struct Vring {
 }
 
 impl Vring {
-    pub(super) fn new(size: u16, metrics: Arc<BlockMetrics>, notifier: Arc<EventNotifier>) -> Self {
+    pub(super) fn new(
+        size: u16,
+        metrics: Arc<dyn InterruptCounter>,
+        notifier: Arc<EventNotifier>,
+    ) -> Self {
         Self {
             size,
             addresses: None,
@@ -72,7 +76,7 @@ pub(super) struct VringSignals {
     call: Mutex<Option<Signal>>,
     error: Mutex<Option<Signal>>,
     notifier: Arc<EventNotifier>,
-    metrics: Arc<BlockMetrics>,
+    metrics: Arc<dyn InterruptCounter>,
 }
 
 impl VringSignals {

@@ -1,12 +1,16 @@
 //! A queue that a worker serves: its rings, and the driver's side of it.
 
 use std::fmt;
+use std::sync::atomic::AtomicU64;
+use std::time::{Duration, Instant};
 
 use vm_memory::GuestMemory;
 
 use super::driver_port::DriverPort;
 use super::tracker::UsedElement;
 use super::virtqueue::{QueueError, Virtqueue};
+use crate::latency::add;
+use crate::reactor::Turn;
 
 /// See the module's documentation. In each turn a worker [begins](Self::begin_taking) to take
 /// chains, [ends](Self::end_taking) that, and [publishes](Self::publish) what it has used. If the
@@ -56,6 +60,35 @@ impl ActiveQueue {
     /// Whether the ring was empty after the last chains were taken.
     pub(crate) fn is_emptied(&self) -> bool {
         self.emptied
+    }
+
+    /// Polls the ring for `longest`, with doorbells off; `true`: a chain is available. Adds the time
+    /// to `spent` in nanoseconds.
+    ///
+    /// # Errors
+    /// If the rings can't be accessed.
+    pub(crate) fn poll<G: GuestMemory>(
+        &mut self,
+        memory: &G,
+        turn: &Turn<'_>,
+        longest: Duration,
+        spent: &AtomicU64,
+    ) -> Result<bool, QueueError> {
+        if longest.is_zero() {
+            return Ok(false);
+        }
+        let start = Instant::now();
+        let found = loop {
+            if self.ring.has_available(memory)? {
+                break true;
+            }
+            if turn.is_stopping() || start.elapsed() >= longest {
+                break false;
+            }
+            std::hint::spin_loop();
+        };
+        add(spent, start.elapsed().as_nanos() as u64);
+        Ok(found)
     }
 
     /// Publishes used chains, and interrupts the driver if it wants that, unless the worker is

@@ -67,6 +67,12 @@ pub trait VirtioDevice: Send {
         0
     }
 
+    /// Takes over what the disk behind the device has changed. `true`: the configuration space has
+    /// changed, so the driver has to be notified.
+    fn refresh_config(&self) -> bool {
+        false
+    }
+
     /// Reads the configuration space; zero bytes beyond its end.
     fn read_config(&self, offset: u64, data: &mut [u8]);
 

@@ -64,6 +64,11 @@ impl ReadableBytes {
             .sum()
     }
 
+    /// The ranges that are left.
+    pub(crate) fn into_ranges(self) -> Vec<GuestRange> {
+        self.segments
+    }
+
     /// Fills `bytes` from the front of the stream, and removes what was read.
     pub(crate) fn take<G: GuestMemory>(
         &mut self,
@@ -95,6 +100,30 @@ impl ReadableBytes {
             Err(MemoryFault)
         }
     }
+}
+
+/// Splits a half after `len` bytes. `None`: it is shorter.
+pub(crate) fn split_ranges(
+    ranges: Vec<GuestRange>,
+    len: u32,
+) -> Option<(Vec<GuestRange>, Vec<GuestRange>)> {
+    let (mut front, mut back, mut left) = (Vec::new(), Vec::new(), len);
+    for GuestRange { address, len } in ranges {
+        let now = len.min(left);
+        left -= now;
+        if now > 0 {
+            front.push(GuestRange { address, len: now });
+        }
+        if now < len {
+            // An address that wraps lies outside every memory, before and after.
+            let address = GuestAddress(address.0.wrapping_add(now.into()));
+            back.push(GuestRange {
+                address,
+                len: len - now,
+            });
+        }
+    }
+    (left == 0).then_some((front, back))
 }
 
 /// Writes `bytes` to the front of a device-writable half. Returns how many were written: fewer if

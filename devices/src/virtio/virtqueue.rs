@@ -283,6 +283,17 @@ impl Virtqueue {
         Ok(index.0 != self.queue.next_avail())
     }
 
+    /// How many chains are available and not taken.
+    #[cfg(feature = "scsi")]
+    pub(crate) fn untaken<G: GuestMemory>(&self, memory: &G) -> Result<u64, QueueError> {
+        let index = self
+            .queue
+            .avail_idx(memory, Ordering::Acquire)
+            .map_err(QueueError::AvailableChains)?;
+        let in_ring = (index - Wrapping(self.queue.next_avail())).0;
+        Ok(self.resumed.len() as u64 + u64::from(in_ring))
+    }
+
     /// Asks the driver not to ring the doorbell. Does nothing with EVENT_IDX, where the driver
     /// rings only once per `avail_event`.
     pub(crate) fn disable_doorbell<G: GuestMemory>(

@@ -10,6 +10,7 @@ use vm_memory::{GuestMemoryBackend, GuestMemoryRegion};
 use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
 use walvisor_devices::block::VirtioBlock;
 use walvisor_devices::control::DeviceControl;
+use walvisor_devices::transport::Device;
 use walvisor_devices::vhost_user::{Server, Service};
 use walvisor_testkit::vhost_user::*;
 
@@ -34,6 +35,7 @@ pub struct VhostUserDriver {
     queues: Vec<Queue>,
     broken: bool,
     errors: u64,
+    seg_max: u64,
     control: Arc<dyn DeviceControl>,
     /// The channel on which the back-end reports a changed configuration.
     from_back_end: UnixStream,
@@ -43,11 +45,21 @@ pub struct VhostUserDriver {
 
 impl VhostUserDriver {
     pub fn new(device: VirtioBlock, memory: Memory) -> Self {
+        Self::with_device(device, memory, 12, |service| service.control())
+    }
+
+    /// `seg_max`: the offset of that field. `control`: of the device, once it is served.
+    pub fn with_device<D: Device + 'static>(
+        device: D,
+        memory: Memory,
+        seg_max: u64,
+        control: impl FnOnce(&Service<D>) -> Arc<dyn DeviceControl>,
+    ) -> Self {
         let dir = tempfile::tempdir().expect("a directory");
         let path = dir.path().join("s");
         let listener = UnixListener::bind(&path).expect("a socket");
         let service = Service::new(listener, device, "test").expect("a service");
-        let control = service.control();
+        let control = control(&service);
         let server = Server::start(vec![service]).expect("a server");
         let (from_back_end, to_front_end) = UnixStream::pair().expect("a channel");
         from_back_end
@@ -60,6 +72,7 @@ impl VhostUserDriver {
             queues: Vec::new(),
             broken: false,
             errors: 0,
+            seg_max,
             control,
             from_back_end,
             _server: server,
@@ -166,7 +179,7 @@ impl Registers for VhostUserDriver {
         // The protocol does not report the size. seg_max implies it, as a request also has a header
         // and a status.
         let mut bytes = [0; 4];
-        self.read_config(12, &mut bytes);
+        self.read_config(self.seg_max, &mut bytes);
         let most = u32::from_le_bytes(bytes) as u16 + 2;
         1 << most.ilog2()
     }

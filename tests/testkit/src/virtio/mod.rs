@@ -3,6 +3,7 @@
 
 mod driver;
 mod ring;
+pub mod scsi;
 
 use std::sync::Arc;
 

@@ -1,0 +1,361 @@
+//! virtio-scsi (virtio 1.2, 5.6): one target whose logical units are disks.
+//!
+//! ```text
+//!   queue 0, control:   task management ── TaskFunction ─▶ every request queue ─▶ answered when all have finished it
+//!   queue 1, events:    a unit has another capacity
+//!   queue 2 …, requests: chain ── parse ─▶ UnitQueue of the unit ── Task ─▶ BackendQueue
+//! ```
+//! A unit that its owner has paused, or whose limits hold its commands, does not hold up the others.
+//!
+//! ```
+//! use std::sync::Arc;
+//! use walvisor_devices::backend::ram::RamDisk;
+//! use walvisor_devices::block::BlockConfig;
+//! use walvisor_devices::virtio_scsi::{ScsiError, VirtioScsi};
+//!
+//! let disk = |serial: &str| {
+//!     let serial = serial.to_owned();
+//!     let config = BlockConfig { serial, ..BlockConfig::default() };
+//!     (Arc::new(RamDisk::new(2048)) as _, config)
+//! };
+//! let target = VirtioScsi::new(vec![disk("unit 0"), disk("unit 1")])?;
+//! assert_eq!(target.units().len(), 2);
+//! # Ok::<(), ScsiError>(())
+//! ```
+//!
+//! # Choices that the standard leaves open
+//!
+//! - **ORDERED and ACA** tasks are refused (INVALID MESSAGE ERROR): units carry commands out in any
+//!   order. HEAD OF QUEUE is as good as SIMPLE.
+//! - **A reset** keeps the cache mode: only the driver or the owner changes that.
+//! - **INOUT, HOTPLUG and T10_PI** are not offered.
+
+mod commands;
+mod control;
+mod events;
+mod request;
+mod target;
+mod worker;
+
+use std::io;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU32, Ordering};
+use std::time::Duration;
+
+use virtio_bindings::virtio_ring::VIRTIO_RING_F_EVENT_IDX;
+use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
+
+use crate::backend::{Answer, Backend, MAX_REQUEST_BYTES, SECTOR_SIZE};
+use crate::block::{BlockConfig, BlockError, MAX_QUEUES};
+use crate::control::DeviceControl;
+use crate::memory::DeviceMemory;
+use crate::metrics::{BlockMetrics, InterruptCounter};
+use crate::scsi::{LogicalUnit, SharedUnit, UnitError};
+use crate::status::DeviceStatus;
+use crate::throttle::Throttle;
+use crate::virtio::{
+    ActiveQueue, DeviceType, DriverPort, Features, QueueHandle, QueueKind, QueueStart,
+    VirtioDevice, Virtqueue, WorkerPool, give_up, read_space,
+};
+
+use commands::Commands;
+use control::Control;
+use events::{EVENT, Events};
+use request::Layout;
+use target::{Target, UnitControl};
+use worker::{Role, ScsiQueue, ScsiWorker};
+
+/// VIRTIO_SCSI_F_CHANGE.
+const CHANGE: u32 = 2;
+/// The control queue (5.6.2).
+const CONTROL_QUEUE: u16 = 0;
+/// The event queue.
+const EVENT_QUEUE: u16 = 1;
+/// The first request queue.
+const FIRST_REQUEST_QUEUE: usize = 2;
+/// Length of the configuration space in bytes (5.6.4).
+const CONFIG_LEN: usize = 36;
+/// Offsets of the two fields that a driver may write, and their values after a reset.
+const SENSE_SIZE: (u64, u32) = (20, 96);
+const CDB_SIZE: (u64, u32) = (24, 32);
+/// Most bytes of either: SPC-5 has no longer sense data, and no longer CDB.
+const MAX_SIZE: u32 = 252;
+/// The highest number that flat space addressing has.
+const MAX_LUN: u32 = 0x3fff;
+/// How many commands of a unit a driver should have in flight.
+const CMD_PER_LUN: usize = 128;
+
+/// The most logical units of a target.
+pub const MAX_UNITS: usize = 16;
+/// The most request queues: with the two others, as many as any device may have.
+pub const MAX_REQUEST_QUEUES: u16 = MAX_QUEUES - FIRST_REQUEST_QUEUE as u16;
+
+/// Why a target cannot be created.
+#[derive(Debug, thiserror::Error)]
+pub enum ScsiError {
+    /// A property is out of range.
+    #[error("{0}")]
+    Config(#[from] BlockError),
+    /// There are too many request queues.
+    #[error("queues={0}: a SCSI target has 1 to {MAX_REQUEST_QUEUES} request queues")]
+    Queues(u16),
+    /// There is no logical unit, or there are too many.
+    #[error("{0} disks: a SCSI target has 1 to {MAX_UNITS}")]
+    Units(usize),
+    /// A disk cannot be a logical unit.
+    #[error("{0}")]
+    Unit(#[from] UnitError),
+    /// The system refuses an event descriptor.
+    #[error("cannot create the doorbell of a queue: {0}")]
+    Doorbell(#[source] io::Error),
+}
+
+/// A logical unit in use. It stays readable after the target is gone.
+#[derive(Clone)]
+pub struct ScsiUnit {
+    /// Its counters.
+    pub metrics: Arc<BlockMetrics>,
+    /// Its limits, which may be changed at any time.
+    pub throttle: Arc<Throttle>,
+    /// Controls it while it is in use.
+    pub control: Arc<dyn DeviceControl>,
+}
+
+/// A virtio-scsi device. A transport owns it and presents it to the guest.
+pub struct VirtioScsi {
+    /// What concerns the queues.
+    config: BlockConfig,
+    target: Arc<Target>,
+    sense_size: AtomicU32,
+    cdb_size: AtomicU32,
+    workers: Arc<WorkerPool>,
+    doorbells: Vec<EventFd>,
+}
+
+impl VirtioScsi {
+    /// A target with these disks as logical units 0, 1 and so on. Each has the `serial` and the
+    /// `block_size` of its configuration; the first one's says the rest for all.
+    ///
+    /// # Errors
+    /// If a configuration is out of range, there are no disks or too many, a disk cannot be a unit,
+    /// or the system refuses an event descriptor.
+    pub fn new(disks: Vec<(Arc<dyn Backend>, BlockConfig)>) -> Result<Self, ScsiError> {
+        let count = disks.len();
+        let config = disks.first().map(|(_, config)| config.clone());
+        let config = config.filter(|_| count <= MAX_UNITS);
+        let config = config.ok_or(ScsiError::Units(count))?;
+        if config.queues > MAX_REQUEST_QUEUES {
+            return Err(ScsiError::Queues(config.queues));
+        }
+        let queues = usize::from(config.queues);
+        let unit = |(backend, config): (Arc<dyn Backend>, BlockConfig)| {
+            config.check()?;
+            let unit = LogicalUnit::new(backend, &config.serial, config.block_size)?;
+            Ok(SharedUnit::new(unit.in_target_of(count as u8), queues))
+        };
+        let units: Result<Vec<_>, ScsiError> = disks.into_iter().map(unit).collect();
+        let doorbells = (0..FIRST_REQUEST_QUEUE + queues).map(|_| EventFd::new(EFD_NONBLOCK));
+        Ok(Self {
+            target: Arc::new(Target::new(units?)),
+            config,
+            sense_size: AtomicU32::new(SENSE_SIZE.1),
+            cdb_size: AtomicU32::new(CDB_SIZE.1),
+            workers: Arc::default(),
+            doorbells: doorbells
+                .collect::<Result<_, _>>()
+                .map_err(ScsiError::Doorbell)?,
+        })
+    }
+
+    /// Its logical units, in order.
+    pub fn units(&self) -> Vec<ScsiUnit> {
+        let units = self.target.units.iter().enumerate();
+        let handle = |(index, shared): (usize, &SharedUnit)| ScsiUnit {
+            metrics: Arc::clone(&shared.metrics),
+            throttle: Arc::clone(&shared.throttle),
+            control: Arc::new(UnitControl {
+                target: Arc::clone(&self.target),
+                index,
+            }),
+        };
+        units.map(handle).collect()
+    }
+
+    /// Lets the threads of `pool` serve the queues. Several devices may share a pool; by default
+    /// each has its own.
+    pub fn serve_with(&mut self, pool: Arc<WorkerPool>) {
+        self.workers = pool;
+    }
+
+    /// The first unit. Doorbells, interrupts and the time spent polling count as its own, and its
+    /// weight counts for all units.
+    fn first(&self) -> &SharedUnit {
+        &self.target.units[0]
+    }
+}
+
+impl VirtioDevice for VirtioScsi {
+    const TYPE: DeviceType = DeviceType {
+        name: "virtio-scsi",
+        id: 8,
+        // Mass storage controller, SCSI.
+        pci_class: 0x01_0000,
+        config_len: CONFIG_LEN,
+    };
+
+    fn doorbells(&self) -> &[EventFd] {
+        &self.doorbells
+    }
+
+    fn queue_size(&self) -> u16 {
+        self.config.queue_size
+    }
+
+    fn offered_features(&self) -> Features {
+        let mut features = Features::of_every_device();
+        features.insert(CHANGE);
+        features
+    }
+
+    fn interrupt_counter(&self) -> Arc<dyn InterruptCounter> {
+        Arc::<BlockMetrics>::clone(&self.first().metrics)
+    }
+
+    fn accept_features(&self, _: Features) {}
+
+    fn reset(&self) {
+        self.sense_size.store(SENSE_SIZE.1, Ordering::Relaxed);
+        self.cdb_size.store(CDB_SIZE.1, Ordering::Relaxed);
+        self.target.reset(None);
+    }
+
+    /// `struct virtio_scsi_config` (5.6.4).
+    fn read_config(&self, offset: u64, data: &mut [u8]) {
+        let units = self.target.units.iter();
+        let longest = units.map(|shared| shared.unit.max_transfer_bytes()).min();
+        let longest = longest.unwrap_or(MAX_REQUEST_BYTES) as u64;
+        let fields = [
+            self.config.queues.into(),
+            // A request also has a header and a response.
+            u32::from(self.config.queue_size) - 2,
+            (longest / SECTOR_SIZE) as u32,
+            CMD_PER_LUN as u32,
+            EVENT as u32,
+            self.sense_size.load(Ordering::Relaxed),
+            self.cdb_size.load(Ordering::Relaxed),
+            // max_channel and max_target: there is one of each, number 0.
+            0,
+            MAX_LUN,
+        ];
+        read_space(fields.map(u32::to_le_bytes).as_flattened(), offset, data);
+    }
+
+    /// A driver may write two fields. Values that the device does not take change nothing.
+    fn write_config(&self, offset: u64, data: &[u8], _: Features) {
+        let Ok(value) = data.try_into().map(u32::from_le_bytes) else {
+            return;
+        };
+        match offset {
+            at if at == SENSE_SIZE.0 && value <= MAX_SIZE => {
+                self.sense_size.store(value, Ordering::Relaxed);
+            }
+            at if at == CDB_SIZE.0 && (1..=MAX_SIZE).contains(&value) => {
+                self.cdb_size.store(value, Ordering::Relaxed);
+            }
+            _ => {}
+        }
+    }
+
+    fn start_queue<M: DeviceMemory>(
+        &self,
+        mut queue: QueueStart,
+        features: Features,
+        memory: M,
+        status: Arc<DeviceStatus>,
+    ) -> io::Result<QueueHandle> {
+        let tracker = queue.tracker.take();
+        // A driver that outlives this process expects its completed writes to survive, flushed or
+        // not.
+        let answer_when_written = tracker.is_some() && self.config.answer == Answer::Written;
+        let ring = Virtqueue::new(
+            &queue.setup,
+            self.config.queue_size,
+            features.has(VIRTIO_RING_F_EVENT_IDX),
+            &*memory.memory(),
+            tracker,
+        );
+        let ring = match ring {
+            Ok(ring) => ring,
+            Err(error) => {
+                give_up(&status, Self::TYPE.name, queue.index, &error);
+                return Ok(QueueHandle::broken());
+            }
+        };
+        let index = queue.index;
+        let driver = DriverPort::new(Self::TYPE.name, index, queue.doorbell, status);
+        let queue = ScsiQueue {
+            active: ActiveQueue::new(driver, ring),
+            memory,
+            target: Arc::clone(&self.target),
+            batch: Vec::new(),
+            max_descriptors: self.config.queue_size.into(),
+        };
+        match index {
+            CONTROL_QUEUE => self.start(queue, |_| Ok(Control::default()), None),
+            EVENT_QUEUE => {
+                let wanted = features.has(CHANGE);
+                self.target.forget_resized();
+                self.start(queue, move |_| Ok(Events { wanted }), None)
+            }
+            _ => {
+                let units = self.target.units.iter();
+                let blocks = units.clone().any(|shared| shared.unit.backend().blocks());
+                let request = index - FIRST_REQUEST_QUEUE as u16;
+                let thread = self.config.thread(Self::TYPE.name, request, blocks);
+                let layout = Layout {
+                    cdb_size: self.cdb_size.load(Ordering::Relaxed),
+                    sense_size: self.sense_size.load(Ordering::Relaxed),
+                    max_descriptors: queue.max_descriptors,
+                    units: units.len(),
+                };
+                let target = Arc::clone(&self.target);
+                let open = move |wakeup: &_| {
+                    Commands::open(&target, index, layout, answer_when_written, wakeup)
+                };
+                self.start(queue, open, Some(thread))
+            }
+        }
+    }
+}
+
+impl VirtioScsi {
+    /// Starts a queue in its role. `requests`: its thread, if it is a request queue.
+    fn start<M: DeviceMemory, R: Role<M> + 'static>(
+        &self,
+        queue: ScsiQueue<M>,
+        open: impl FnOnce(&Arc<target::Wakeup>) -> io::Result<R> + Send + 'static,
+        requests: Option<Option<crate::reactor::DedicatedThread>>,
+    ) -> io::Result<QueueHandle> {
+        let SharedUnit {
+            metrics, throttle, ..
+        } = self.first().clone();
+        let (poll, throttle) = match requests {
+            Some(_) => (self.config.poll, throttle),
+            None => (Duration::ZERO, Arc::default()),
+        };
+        let kind = QueueKind::Disk(requests.flatten());
+        QueueHandle::start(&self.workers, kind, move || {
+            let wakeup = queue.target.wakeup()?;
+            let outcome = queue.active.driver.outcome();
+            let worker = ScsiWorker {
+                role: open(&wakeup)?,
+                queue,
+                wakeup,
+                throttle,
+                metrics,
+                poll,
+            };
+            Ok((worker, outcome))
+        })
+    }
+}
