@@ -213,12 +213,13 @@ fn no_message_harms_the_server() {
 
 #[test]
 fn no_message_harms_the_server_of_a_scsi_target() {
-    let disk = || (Arc::new(RamDisk::new(SECTORS)) as _, config());
-    let device = VirtioScsi::new(vec![disk(), disk()]).unwrap();
-    let units = device.units();
+    let disk = || Arc::new(RamDisk::new(SECTORS));
+    let mut device = VirtioScsi::new(disk(), config()).unwrap();
+    device.add_unit(disk(), &config()).unwrap();
+    let first = device.first_unit();
     assert!(survives(device, 4));
     // Rings must have run. Hardly any of these chains has room for a response; the tests of
     // virtio-scsi have better ones.
-    let counts = units[0].metrics.counts();
+    let counts = first.metrics.counts();
     assert!(counts.doorbells > 100, "{counts:?}");
 }

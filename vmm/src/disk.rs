@@ -15,10 +15,22 @@ pub struct OpenDisk {
     pub name: String,
     /// The backend that keeps its data.
     pub backend: Arc<dyn Backend>,
-    /// The configuration of its virtio-blk device.
+    /// The virtio device through which it is seen.
+    pub kind: DeviceKind,
+    /// The configuration of that device.
     pub device: BlockConfig,
     /// Limits on its requests and bytes per second.
     pub limits: Limits,
+}
+
+/// The virtio device through which a guest or a front-end sees a disk.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum DeviceKind {
+    /// virtio-blk.
+    #[default]
+    Blk,
+    /// virtio-scsi: a logical unit.
+    Scsi,
 }
 
 /// A disk in use. Its counters stay readable after its device is gone.

@@ -16,7 +16,7 @@ use walvisor_storage::{
     CommitWait, Disk, DiskOptions, Image, Look, Point, RawCache, RawDisk, Retention, Store,
     StoreOptions, has_log, scratch_file,
 };
-use walvisor_vmm::disk::OpenDisk;
+use walvisor_vmm::disk::{DeviceKind, OpenDisk};
 
 use crate::disk_spec::{
     BackendKind, DiskCache, DiskCommand, DiskSpec, MAX_QUEUES, MAX_SERIAL_BYTES,
@@ -278,11 +278,12 @@ pub fn prepare_rings<'a>(disks: impl IntoIterator<Item = &'a OpenDisk>) {
 fn open_disk(spec: &DiskSpec, backend: Arc<dyn Backend>, cpus: u8) -> OpenDisk {
     OpenDisk {
         name: disk_name(spec),
+        kind: spec.device,
         backend,
         device: BlockConfig {
             queues: queues(spec, cpus),
             queue_size: spec.queue_size,
-            serial: spec.serial.clone().unwrap_or_else(|| default_serial(spec)),
+            serial: serial(spec),
             block_size: spec.block_size,
             in_order: spec.in_order,
             worker_cpus: spec.worker_cpus.clone(),
@@ -599,8 +600,26 @@ fn open_without_log(spec: &DiskSpec) -> Result<Arc<dyn Backend>, walvisor_storag
     })
 }
 
-/// The image's file name, cut to the length of a serial.
+/// The serial number of a disk's device.
+pub(crate) fn serial(spec: &DiskSpec) -> String {
+    spec.serial.clone().unwrap_or_else(|| default_serial(spec))
+}
+
+/// A number that identifies a disk, the same at every start (FNV-1a).
+pub(crate) fn identity(name: &str, image: &str) -> u64 {
+    let bytes = name.bytes().chain([0]).chain(image.bytes());
+    bytes.fold(0xcbf2_9ce4_8422_2325, |hash, byte| {
+        (hash ^ u64::from(byte)).wrapping_mul(0x0100_0000_01b3)
+    })
+}
+
+/// The image's file name, cut to the length of a serial. Initiators take SCSI units with the same
+/// serial for paths to one disk, so theirs is made from the whole path.
 fn default_serial(spec: &DiskSpec) -> String {
+    if let (DeviceKind::Scsi, Some(path)) = (spec.device, &spec.path) {
+        let image = real_path(path).display().to_string();
+        return format!("{:016x}", identity("", &image));
+    }
     let name = spec
         .path
         .as_deref()

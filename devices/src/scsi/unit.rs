@@ -45,7 +45,7 @@ pub struct LogicalUnit {
     /// Unit attention conditions to be reported, as bits; the lowest is reported first.
     attentions: AtomicU8,
     /// How many units the target has, which REPORT LUNS lists.
-    units_of_target: u8,
+    units_of_target: AtomicU8,
 }
 
 /// The unit attention conditions, the one with the lowest bit first (SAM-5, 5.14.5).
@@ -94,7 +94,7 @@ impl LogicalUnit {
             descriptor_sense: AtomicBool::new(false),
             stopped: AtomicBool::new(false),
             attentions: AtomicU8::new(0),
-            units_of_target: 1,
+            units_of_target: AtomicU8::new(1),
         };
         match unit.blocks() {
             0 => Err(UnitError::TooSmall(block_size)),
@@ -135,14 +135,13 @@ impl LogicalUnit {
         self.attentions.fetch_or(CAPACITY_CHANGED, Ordering::AcqRel);
     }
 
-    /// The unit as one of `units`, numbered from 0, of a target.
-    pub(crate) fn in_target_of(mut self, units: u8) -> Self {
-        self.units_of_target = units;
-        self
+    /// The unit is one of `units`, numbered from 0, of its target.
+    pub(crate) fn set_units_of_target(&self, units: u8) {
+        self.units_of_target.store(units, Ordering::Relaxed);
     }
 
     pub(super) fn units_of_target(&self) -> u8 {
-        self.units_of_target
+        self.units_of_target.load(Ordering::Relaxed)
     }
 
     /// The effects of a reset (SAM-5, 6.3.3), but for commands in flight and for the cache mode,

@@ -68,7 +68,7 @@ impl<M: DeviceMemory> Commands<M> {
             shared.gate.watch(Arc::downgrade(&watcher));
             shared.unit.watch_order(Arc::downgrade(&watcher));
         }
-        target.add_queue(index);
+        target.links.add_queue(index);
         Ok(Self {
             index,
             layout,
@@ -148,7 +148,7 @@ impl<M: DeviceMemory> Commands<M> {
         turn: &mut Turn<'_>,
         broken: bool,
     ) -> Result<(), QueueError> {
-        for function in self.target.take_functions(self.index) {
+        for function in self.target.links.take_functions(self.index) {
             let untaken = if broken {
                 0
             } else {
@@ -179,9 +179,9 @@ impl<M: DeviceMemory> Commands<M> {
 impl<M> Drop for Commands<M> {
     fn drop(&mut self) {
         for seen in self.functions.drain(..) {
-            self.target.finish(&seen.function);
+            self.target.links.finish(&seen.function);
         }
-        self.target.remove_queue(self.index);
+        self.target.links.remove_queue(self.index);
     }
 }
 
@@ -278,7 +278,7 @@ impl<M: DeviceMemory> Role<M> for Commands<M> {
             let asks = seen.function.ends_with.is_none();
             broken || taken >= seen.before && (asks || !commands.any(|one| seen.is_for(one)))
         });
-        done.for_each(|seen| self.target.finish(&seen.function));
+        done.for_each(|seen| self.target.links.finish(&seen.function));
     }
 
     fn in_flight(&self) -> usize {

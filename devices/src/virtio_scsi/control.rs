@@ -124,7 +124,7 @@ impl Control {
             _ => return reply.respond(guest, Response::FunctionRejected).map(Some),
         };
         let function = Arc::new(TaskFunction::new(unit, id, ends_with));
-        target.send(&function);
+        target.links.send(&function);
         self.running.push((function, reply));
         Ok(None)
     }

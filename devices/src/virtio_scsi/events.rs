@@ -23,7 +23,7 @@ pub(super) struct Events {
 
 impl<M: DeviceMemory> Role<M> for Events {
     fn takes_chains(&self, queue: &ScsiQueue<M>) -> bool {
-        self.wanted && queue.target.has_resized()
+        self.wanted && queue.target.links.has_resized()
     }
 
     fn take(
@@ -46,7 +46,7 @@ impl<M: DeviceMemory> Role<M> for Events {
             let kind = if room < EVENT as u64 {
                 NO_EVENT
             } else {
-                let unit = queue.target.next_resized().unwrap_or(0);
+                let unit = queue.target.links.next_resized().unwrap_or(0);
                 event[4..8].copy_from_slice(&[1, 0, 0, unit as u8]);
                 event[12..].copy_from_slice(&CAPACITY_CHANGED.to_le_bytes());
                 PARAM_CHANGE
@@ -68,7 +68,7 @@ impl<M: DeviceMemory> Role<M> for Events {
         _broken: bool,
     ) -> Result<(), QueueError> {
         if !self.wanted {
-            queue.target.forget_resized();
+            queue.target.links.forget_resized();
         }
         Ok(())
     }

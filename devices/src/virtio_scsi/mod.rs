@@ -13,13 +13,13 @@
 //! use walvisor_devices::block::BlockConfig;
 //! use walvisor_devices::virtio_scsi::{ScsiError, VirtioScsi};
 //!
-//! let disk = |serial: &str| {
+//! let config = |serial: &str| {
 //!     let serial = serial.to_owned();
-//!     let config = BlockConfig { serial, ..BlockConfig::default() };
-//!     (Arc::new(RamDisk::new(2048)) as _, config)
+//!     BlockConfig { serial, ..BlockConfig::default() }
 //! };
-//! let target = VirtioScsi::new(vec![disk("unit 0"), disk("unit 1")])?;
-//! assert_eq!(target.units().len(), 2);
+//! let mut target = VirtioScsi::new(Arc::new(RamDisk::new(2048)), config("unit 0"))?;
+//! let unit = target.add_unit(Arc::new(RamDisk::new(64)), &config("unit 1"))?;
+//! assert_eq!(unit.number, 1);
 //! # Ok::<(), ScsiError>(())
 //! ```
 //!
@@ -62,7 +62,7 @@ use commands::Commands;
 use control::Control;
 use events::{EVENT, Events};
 use request::Layout;
-use target::{Target, UnitControl};
+use target::{QueueLinks, Target, UnitControl};
 use worker::{Role, ScsiQueue, ScsiWorker};
 
 /// VIRTIO_SCSI_F_CHANGE.
@@ -99,9 +99,9 @@ pub enum ScsiError {
     /// There are too many request queues.
     #[error("queues={0}: a SCSI target has 1 to {MAX_REQUEST_QUEUES} request queues")]
     Queues(u16),
-    /// There is no logical unit, or there are too many.
-    #[error("{0} disks: a SCSI target has 1 to {MAX_UNITS}")]
-    Units(usize),
+    /// There are too many logical units.
+    #[error("a SCSI target has at most {MAX_UNITS} disks")]
+    TooManyUnits,
     /// A disk cannot be a logical unit.
     #[error("{0}")]
     Unit(#[from] UnitError),
@@ -113,6 +113,8 @@ pub enum ScsiError {
 /// A logical unit in use. It stays readable after the target is gone.
 #[derive(Clone)]
 pub struct ScsiUnit {
+    /// Its number, from 0.
+    pub number: usize,
     /// Its counters.
     pub metrics: Arc<BlockMetrics>,
     /// Its limits, which may be changed at any time.
@@ -125,7 +127,8 @@ pub struct ScsiUnit {
 pub struct VirtioScsi {
     /// What concerns the queues.
     config: BlockConfig,
-    target: Arc<Target>,
+    units: Vec<SharedUnit>,
+    links: Arc<QueueLinks>,
     sense_size: AtomicU32,
     cdb_size: AtomicU32,
     workers: Arc<WorkerPool>,
@@ -133,52 +136,73 @@ pub struct VirtioScsi {
 }
 
 impl VirtioScsi {
-    /// A target with these disks as logical units 0, 1 and so on. Each has the `serial` and the
-    /// `block_size` of its configuration; the first one's says the rest for all.
+    /// A target with `disk` as its logical unit 0. `config` says everything about the queues too.
     ///
     /// # Errors
-    /// If a configuration is out of range, there are no disks or too many, a disk cannot be a unit,
-    /// or the system refuses an event descriptor.
-    pub fn new(disks: Vec<(Arc<dyn Backend>, BlockConfig)>) -> Result<Self, ScsiError> {
-        let count = disks.len();
-        let config = disks.first().map(|(_, config)| config.clone());
-        let config = config.filter(|_| count <= MAX_UNITS);
-        let config = config.ok_or(ScsiError::Units(count))?;
+    /// If `config` is out of range, the disk cannot be a unit, or the system refuses an event
+    /// descriptor.
+    pub fn new(disk: Arc<dyn Backend>, config: BlockConfig) -> Result<Self, ScsiError> {
         if config.queues > MAX_REQUEST_QUEUES {
             return Err(ScsiError::Queues(config.queues));
         }
-        let queues = usize::from(config.queues);
-        let unit = |(backend, config): (Arc<dyn Backend>, BlockConfig)| {
-            config.check()?;
-            let unit = LogicalUnit::new(backend, &config.serial, config.block_size)?;
-            Ok(SharedUnit::new(unit.in_target_of(count as u8), queues))
-        };
-        let units: Result<Vec<_>, ScsiError> = disks.into_iter().map(unit).collect();
-        let doorbells = (0..FIRST_REQUEST_QUEUE + queues).map(|_| EventFd::new(EFD_NONBLOCK));
-        Ok(Self {
-            target: Arc::new(Target::new(units?)),
-            config,
+        let queues = FIRST_REQUEST_QUEUE + usize::from(config.queues);
+        let doorbells = (0..queues).map(|_| EventFd::new(EFD_NONBLOCK));
+        let mut target = Self {
+            units: Vec::new(),
+            links: Arc::default(),
+            config: config.clone(),
             sense_size: AtomicU32::new(SENSE_SIZE.1),
             cdb_size: AtomicU32::new(CDB_SIZE.1),
             workers: Arc::default(),
             doorbells: doorbells
                 .collect::<Result<_, _>>()
                 .map_err(ScsiError::Doorbell)?,
-        })
+        };
+        target.add_unit(disk, &config)?;
+        Ok(target)
     }
 
-    /// Its logical units, in order.
-    pub fn units(&self) -> Vec<ScsiUnit> {
-        let units = self.target.units.iter().enumerate();
-        let handle = |(index, shared): (usize, &SharedUnit)| ScsiUnit {
+    /// Adds a disk as the next logical unit, with the `serial` and the `block_size` of its
+    /// configuration.
+    ///
+    /// # Errors
+    /// If `config` is out of range, the disk cannot be a unit, or there are too many.
+    pub fn add_unit(
+        &mut self,
+        disk: Arc<dyn Backend>,
+        config: &BlockConfig,
+    ) -> Result<ScsiUnit, ScsiError> {
+        config.check()?;
+        if self.units.len() >= MAX_UNITS {
+            return Err(ScsiError::TooManyUnits);
+        }
+        let unit = LogicalUnit::new(disk, &config.serial, config.block_size)?;
+        self.units
+            .push(SharedUnit::new(unit, self.config.queues.into()));
+        let count = self.units.len();
+        for shared in &self.units {
+            shared.unit.set_units_of_target(count as u8);
+        }
+        Ok(self.handle(count - 1))
+    }
+
+    /// Logical unit 0.
+    pub fn first_unit(&self) -> ScsiUnit {
+        self.handle(0)
+    }
+
+    fn handle(&self, number: usize) -> ScsiUnit {
+        let shared = &self.units[number];
+        ScsiUnit {
+            number,
             metrics: Arc::clone(&shared.metrics),
             throttle: Arc::clone(&shared.throttle),
             control: Arc::new(UnitControl {
-                target: Arc::clone(&self.target),
-                index,
+                shared: shared.clone(),
+                links: Arc::clone(&self.links),
+                number,
             }),
-        };
-        units.map(handle).collect()
+        }
     }
 
     /// Lets the threads of `pool` serve the queues. Several devices may share a pool; by default
@@ -190,7 +214,7 @@ impl VirtioScsi {
     /// The first unit. Doorbells, interrupts and the time spent polling count as its own, and its
     /// weight counts for all units.
     fn first(&self) -> &SharedUnit {
-        &self.target.units[0]
+        &self.units[0]
     }
 }
 
@@ -226,12 +250,12 @@ impl VirtioDevice for VirtioScsi {
     fn reset(&self) {
         self.sense_size.store(SENSE_SIZE.1, Ordering::Relaxed);
         self.cdb_size.store(CDB_SIZE.1, Ordering::Relaxed);
-        self.target.reset(None);
+        self.units.iter().for_each(|shared| shared.unit.reset());
     }
 
     /// `struct virtio_scsi_config` (5.6.4).
     fn read_config(&self, offset: u64, data: &mut [u8]) {
-        let units = self.target.units.iter();
+        let units = self.units.iter();
         let longest = units.map(|shared| shared.unit.max_transfer_bytes()).min();
         let longest = longest.unwrap_or(MAX_REQUEST_BYTES) as u64;
         let fields = [
@@ -296,7 +320,10 @@ impl VirtioDevice for VirtioScsi {
         let queue = ScsiQueue {
             active: ActiveQueue::new(driver, ring),
             memory,
-            target: Arc::clone(&self.target),
+            target: Arc::new(Target {
+                units: self.units.clone(),
+                links: Arc::clone(&self.links),
+            }),
             batch: Vec::new(),
             max_descriptors: self.config.queue_size.into(),
         };
@@ -304,21 +331,21 @@ impl VirtioDevice for VirtioScsi {
             CONTROL_QUEUE => self.start(queue, |_| Ok(Control::default()), None),
             EVENT_QUEUE => {
                 let wanted = features.has(CHANGE);
-                self.target.forget_resized();
+                self.links.forget_resized();
                 self.start(queue, move |_| Ok(Events { wanted }), None)
             }
             _ => {
-                let units = self.target.units.iter();
-                let blocks = units.clone().any(|shared| shared.unit.backend().blocks());
+                let mut units = self.units.iter();
+                let blocks = units.any(|shared| shared.unit.backend().blocks());
                 let request = index - FIRST_REQUEST_QUEUE as u16;
                 let thread = self.config.thread(Self::TYPE.name, request, blocks);
                 let layout = Layout {
                     cdb_size: self.cdb_size.load(Ordering::Relaxed),
                     sense_size: self.sense_size.load(Ordering::Relaxed),
                     max_descriptors: queue.max_descriptors,
-                    units: units.len(),
+                    units: self.units.len(),
                 };
-                let target = Arc::clone(&self.target);
+                let target = Arc::clone(&queue.target);
                 let open = move |wakeup: &_| {
                     Commands::open(&target, index, layout, answer_when_written, wakeup)
                 };
@@ -345,7 +372,7 @@ impl VirtioScsi {
         };
         let kind = QueueKind::Disk(requests.flatten());
         QueueHandle::start(&self.workers, kind, move || {
-            let wakeup = queue.target.wakeup()?;
+            let wakeup = queue.target.links.wakeup()?;
             let outcome = queue.active.driver.outcome();
             let worker = ScsiWorker {
                 role: open(&wakeup)?,

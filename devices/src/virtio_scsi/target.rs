@@ -59,9 +59,15 @@ impl TaskFunction {
 /// A request queue that runs, and the functions that it has not seen.
 type RunningQueue = (u16, Vec<Arc<TaskFunction>>);
 
-/// A target.
+/// A target, as a queue sees it.
 pub(super) struct Target {
     pub(super) units: Vec<SharedUnit>,
+    pub(super) links: Arc<QueueLinks>,
+}
+
+/// What the queues of a target, and the owners of its units, tell each other.
+#[derive(Default)]
+pub(super) struct QueueLinks {
     queues: Mutex<Vec<RunningQueue>>,
     workers: Mutex<Vec<Weak<Wakeup>>>,
     /// Units whose capacity has changed, and the driver does not know.
@@ -73,16 +79,7 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-impl Target {
-    pub(super) fn new(units: Vec<SharedUnit>) -> Self {
-        Self {
-            units,
-            queues: Mutex::default(),
-            workers: Mutex::default(),
-            resized: Mutex::default(),
-        }
-    }
-
+impl QueueLinks {
     /// What wakes a new worker.
     ///
     /// # Errors
@@ -141,13 +138,6 @@ impl Target {
         }
     }
 
-    /// Resets these units.
-    pub(super) fn reset(&self, unit: Option<usize>) {
-        let units = self.units.iter().enumerate();
-        let meant = units.filter(|(index, _)| unit.is_none_or(|unit| unit == *index));
-        meant.for_each(|(_, shared)| shared.unit.reset());
-    }
-
     /// A unit whose driver has to learn of its new capacity.
     pub(super) fn next_resized(&self) -> Option<usize> {
         lock(&self.resized).pop_first()
@@ -162,35 +152,39 @@ impl Target {
     }
 }
 
-/// The owner's control of a unit.
-pub(super) struct UnitControl {
-    pub(super) target: Arc<Target>,
-    pub(super) index: usize,
+impl Target {
+    /// Resets these units.
+    pub(super) fn reset(&self, unit: Option<usize>) {
+        let units = self.units.iter().enumerate();
+        let meant = units.filter(|(index, _)| unit.is_none_or(|unit| unit == *index));
+        meant.for_each(|(_, shared)| shared.unit.reset());
+    }
 }
 
-impl UnitControl {
-    fn unit(&self) -> &SharedUnit {
-        &self.target.units[self.index]
-    }
+/// The owner's control of a unit.
+pub(super) struct UnitControl {
+    pub(super) shared: SharedUnit,
+    pub(super) links: Arc<QueueLinks>,
+    pub(super) number: usize,
 }
 
 impl DeviceControl for UnitControl {
     /// The next command gets a unit attention condition, and the driver an event if it knows those.
     fn capacity_changed(&self) {
-        self.unit().capacity_changed();
-        lock(&self.target.resized).insert(self.index);
-        self.target.wake_all();
+        self.shared.capacity_changed();
+        lock(&self.links.resized).insert(self.number);
+        self.links.wake_all();
     }
 
     fn set_write_cache(&self, on: bool) -> bool {
-        self.unit().set_write_cache(on)
+        self.shared.set_write_cache(on)
     }
 
     fn pause(&self) -> std::io::Result<()> {
-        self.unit().pause()
+        self.shared.pause()
     }
 
     fn resume(&self) {
-        self.unit().resume();
+        self.shared.resume();
     }
 }

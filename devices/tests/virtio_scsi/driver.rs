@@ -66,24 +66,28 @@ impl OwnedTransport for MmioTransport<Memory, VirtioScsi> {
     }
 }
 
-pub fn target(disks: Vec<Arc<dyn Backend>>, queues: u16) -> VirtioScsi {
-    let disks = disks.into_iter().enumerate().map(|(index, disk)| {
-        let config = BlockConfig {
-            queues,
-            queue_size: 64,
-            serial: format!("unit {index}"),
-            ..BlockConfig::default()
-        };
-        (disk, config)
-    });
-    VirtioScsi::new(disks.collect()).expect("a target")
+/// A target with these disks, and the handles of its units.
+pub fn target(disks: Vec<Arc<dyn Backend>>, queues: u16) -> (VirtioScsi, Vec<ScsiUnit>) {
+    let config = |number: usize| BlockConfig {
+        queues,
+        queue_size: 64,
+        serial: format!("unit {number}"),
+        ..BlockConfig::default()
+    };
+    let mut disks = disks.into_iter().enumerate();
+    let (_, first) = disks.next().expect("a disk");
+    let mut target = VirtioScsi::new(first, config(0)).expect("a target");
+    let mut units = vec![target.first_unit()];
+    for (number, disk) in disks {
+        units.push(target.add_unit(disk, &config(number)).expect("a unit"));
+    }
+    (target, units)
 }
 
 /// A live target, with those of the `wanted` features that it offers.
 pub fn start(kind: Kind, disks: Vec<Arc<dyn Backend>>, queues: u16, wanted: u64) -> Driver {
     let memory = guest_memory();
-    let device = target(disks, queues);
-    let units = device.units();
+    let (device, units) = target(disks, queues);
     let shared = Arc::clone(&memory);
     let registers: Box<dyn Registers> = match kind {
         Kind::Mmio => Box::new(MmioDriver::new(device, shared)),

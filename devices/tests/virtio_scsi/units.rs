@@ -247,24 +247,24 @@ fn a_queue_that_stops_answers_what_a_pause_holds(kind: Kind) {
 
 #[test]
 fn a_target_takes_what_it_can_have() {
-    let disk = |block_size, queues| {
-        let config = BlockConfig {
-            block_size,
-            queues,
-            ..BlockConfig::default()
-        };
-        (Arc::new(RamDisk::new(64)) as Arc<dyn Backend>, config)
-    };
-    let refused = |disks: Vec<_>| VirtioScsi::new(disks).err().unwrap().to_string();
-    let many = vec![disk(512, 1); MAX_UNITS + 1];
-    assert_eq!(refused(many), "17 disks: a SCSI target has 1 to 16");
-    assert_eq!(refused(vec![]), "0 disks: a SCSI target has 1 to 16");
-    let queues = refused(vec![disk(512, 255)]);
-    assert_eq!(
+    let config = |block_size, queues| BlockConfig {
+        block_size,
         queues,
+        ..BlockConfig::default()
+    };
+    let disk = || Arc::new(RamDisk::new(64));
+    let refused = VirtioScsi::new(disk(), config(512, 255)).err().unwrap();
+    assert_eq!(
+        refused.to_string(),
         "queues=255: a SCSI target has 1 to 254 request queues"
     );
-    let size = refused(vec![disk(512, 1), disk(1024, 1)]);
-    assert_eq!(size, "block-size=1024: give 512 or 4096");
-    VirtioScsi::new(vec![disk(512, 254), disk(4096, 1)]).unwrap();
+    let mut target = VirtioScsi::new(disk(), config(512, 254)).unwrap();
+    let refused = target.add_unit(disk(), &config(1024, 1)).err().unwrap();
+    assert_eq!(refused.to_string(), "block-size=1024: give 512 or 4096");
+    for number in 1..MAX_UNITS {
+        let unit = target.add_unit(disk(), &config(4096, 1)).unwrap();
+        assert_eq!(unit.number, number);
+    }
+    let refused = target.add_unit(disk(), &config(512, 1)).err().unwrap();
+    assert_eq!(refused.to_string(), "a SCSI target has at most 16 disks");
 }

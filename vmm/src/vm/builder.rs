@@ -14,6 +14,7 @@ use walvisor_devices::block::{VirtioBlock, WorkerPool};
 use walvisor_devices::control::DeviceControl;
 use walvisor_devices::net::{Link, NetConfig, VirtioNet};
 use walvisor_devices::transport::{self, Bar, MmioTransport, PciDoorbell, PciTransport};
+use walvisor_devices::virtio_scsi::VirtioScsi;
 
 use super::exits::ExitCounters;
 use super::interrupts::{FunctionVectors, GsiRouter};
@@ -31,7 +32,7 @@ use crate::devices::console::Console;
 use crate::devices::keyboard::Keyboard;
 use crate::devices::panic::{self, PanicPort};
 use crate::devices::serial::{self, SerialPort};
-use crate::disk::{DiskInUse, NetworkInUse, Notifications, OpenDisk, TransportKind};
+use crate::disk::{DeviceKind, DiskInUse, NetworkInUse, Notifications, OpenDisk, TransportKind};
 use crate::pci::{ConfigPorts, Ecam, PciBus, PciFunction};
 use crate::probe;
 use crate::seccomp::Seccomp;
@@ -427,42 +428,76 @@ impl DeviceAttachment {
         } = disk;
         let OpenDisk {
             name,
+            kind,
             backend,
             device,
             limits,
         } = disk;
-        let failed = |error: String| VmError::Disk(name.clone(), error);
-        let mut device =
-            VirtioBlock::new(backend.clone(), device).map_err(|error| failed(error.to_string()))?;
-        device.serve_with(Arc::clone(&self.workers));
-        let (metrics, throttle) = (device.metrics(), device.throttle());
-        throttle.set(limits);
-        let device: Arc<dyn DeviceControl> = match transport {
-            TransportKind::Mmio => {
-                let slot = self.next_slot()?;
-                let device = self
-                    .mmio(device, slot, notifications)
-                    .map_err(|error| failed(error.to_string()))?;
-                Arc::new(device)
+        let failed = |error: &dyn std::fmt::Display| VmError::Disk(name.clone(), error.to_string());
+        let (metrics, throttle, control) = match kind {
+            DeviceKind::Blk => {
+                let device = VirtioBlock::new(backend.clone(), device);
+                let mut device = device.map_err(|error| failed(&error))?;
+                device.serve_with(Arc::clone(&self.workers));
+                let (metrics, throttle) = (device.metrics(), device.throttle());
+                let control: Arc<dyn DeviceControl> = match transport {
+                    TransportKind::Mmio => {
+                        let device = self.attach_mmio(device, notifications)?;
+                        Arc::new(device.map_err(|error| failed(&error))?)
+                    }
+                    TransportKind::Pci => Arc::new(self.attach_pci(device, notifications)?),
+                };
+                (metrics, throttle, control)
             }
-            TransportKind::Pci => {
-                let vectors = Arc::new(FunctionVectors::new(self.router.clone(), notifications));
-                let function = PciTransport::new(device, self.memory.clone(), vectors);
-                let function = Arc::new(Mutex::new(function));
-                let device = Arc::new(Arc::downgrade(&function));
-                self.pci.add(function, notifications)?;
-                device
+            DeviceKind::Scsi => {
+                let target = VirtioScsi::new(backend.clone(), device);
+                let mut target = target.map_err(|error| failed(&error))?;
+                target.serve_with(Arc::clone(&self.workers));
+                let unit = target.first_unit();
+                match transport {
+                    TransportKind::Mmio => {
+                        let device = self.attach_mmio(target, notifications)?;
+                        device.map_err(|error| failed(&error))?;
+                    }
+                    TransportKind::Pci => drop(self.attach_pci(target, notifications)?),
+                }
+                (unit.metrics, unit.throttle, unit.control)
             }
         };
+        throttle.set(limits);
         self.disks.push(DiskInUse {
             name,
             transport: transport.name(),
             backend,
             metrics,
             throttle,
-            device,
+            device: control,
         });
         Ok(())
+    }
+
+    /// Puts a device behind the next free virtio-mmio slot.
+    fn attach_mmio<D: transport::Device + 'static>(
+        &mut self,
+        device: D,
+        notifications: Notifications,
+    ) -> Result<io::Result<Weak<Mutex<Transport<D>>>>, VmError> {
+        let slot = self.next_slot()?;
+        Ok(self.mmio(device, slot, notifications))
+    }
+
+    /// Puts a device behind a new PCI function.
+    fn attach_pci<D: transport::Device + 'static>(
+        &mut self,
+        device: D,
+        notifications: Notifications,
+    ) -> Result<Weak<Mutex<PciTransport<Arc<GuestMemoryMmap>, D>>>, VmError> {
+        let vectors = Arc::new(FunctionVectors::new(self.router.clone(), notifications));
+        let function = PciTransport::new(device, self.memory.clone(), vectors);
+        let function = Arc::new(Mutex::new(function));
+        let device = Arc::downgrade(&function);
+        self.pci.add(function, notifications)?;
+        Ok(device)
     }
 
     /// Attaches a network device.
@@ -479,16 +514,10 @@ impl DeviceAttachment {
         let metrics = device.metrics();
         match transport {
             TransportKind::Mmio => {
-                let slot = self.next_slot()?;
-                self.mmio(device, slot, notifications)
-                    .map_err(|error| failed(error.to_string()))?;
+                let device = self.attach_mmio(device, notifications)?;
+                device.map_err(|error| failed(error.to_string()))?;
             }
-            TransportKind::Pci => {
-                let vectors = Arc::new(FunctionVectors::new(self.router.clone(), notifications));
-                let function = PciTransport::new(device, self.memory.clone(), vectors);
-                self.pci
-                    .add(Arc::new(Mutex::new(function)), notifications)?;
-            }
+            TransportKind::Pci => drop(self.attach_pci(device, notifications)?),
         }
         self.networks.push(NetworkInUse {
             transport: transport.name(),

@@ -121,7 +121,7 @@ mod tests {
     use super::*;
     use crate::disk_spec::Notifications;
     use walvisor_guest::contract::LoadKind;
-    use walvisor_vmm::disk::OpenDisk;
+    use walvisor_vmm::disk::{DeviceKind, OpenDisk};
 
     const REQUESTS: u64 = 500;
 
@@ -136,6 +136,7 @@ mod tests {
         }
         let disk = DiskConfig {
             disk: OpenDisk {
+                kind: DeviceKind::Blk,
                 name: "any".to_owned(),
                 backend: Arc::new(RamDisk::new(16 << 11)),
                 device: BlockConfig {

@@ -11,7 +11,7 @@ use walvisor_devices::backend::{
 };
 use walvisor_devices::block::BlockConfig;
 use walvisor_devices::throttle::Limits;
-use walvisor_vmm::disk::OpenDisk;
+use walvisor_vmm::disk::{DeviceKind, OpenDisk};
 use walvisor_vmm::seccomp::Seccomp;
 use walvisor_vmm::vm::DiskConfig;
 
@@ -172,6 +172,7 @@ fn transcript(fault: Fault, task: Task) -> Option<Transcript> {
     }
     let disk = |name: &str, transport, fault| DiskConfig {
         disk: OpenDisk {
+            kind: DeviceKind::Blk,
             name: name.to_owned(),
             backend: Arc::new(FaultyDisk::new(fault)),
             device: BlockConfig {
@@ -267,6 +268,7 @@ fn every_byte_is_right_without_eventfds() {
         [("mmio", TransportKind::Mmio), ("pci", TransportKind::Pci)].map(|(name, transport)| {
             DiskConfig {
                 disk: OpenDisk {
+                    kind: DeviceKind::Blk,
                     name: name.to_owned(),
                     backend: Arc::new(RamDisk::new(64 << 11)),
                     device: BlockConfig {

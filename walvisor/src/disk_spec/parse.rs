@@ -1,6 +1,7 @@
 //! Parses a SPEC, and refuses keys that its command or backend does not accept.
 
 use walvisor_devices::backend::Answer;
+use walvisor_vmm::disk::DeviceKind;
 
 use super::key::{Key, listed};
 use super::spec::{BackendKind, DiskCache, DiskCommand, DiskSpec, Fabric};
@@ -296,6 +297,10 @@ fn check(spec: &DiskSpec, given: &[&'static Key]) -> Result<(), DiskSpecError> {
             spec.at.is_some() && COMMITS.iter().any(|name| has(name)),
             "at= reads a log without writing it: leave cache=, answer=, commit-wait-usec=, \
              commit-wait-count=, close-seconds= and spill-limit= out",
+        ),
+        (
+            spec.in_order && spec.device == DeviceKind::Scsi,
+            "in-order=on is for device=blk, and this disk has device=scsi: leave in-order= out",
         ),
         (
             has("wwn") && spec.fabric == Fabric::None,

@@ -7,7 +7,7 @@ use std::time::Duration;
 use walvisor_devices::backend::{Answer, SECTOR_SIZE};
 use walvisor_devices::throttle::{DEFAULT_WEIGHT, Limits};
 use walvisor_storage::{CommitWait, FullLogPolicy, ImageFormat, Point, Retention};
-use walvisor_vmm::disk::{Notifications, TransportKind};
+use walvisor_vmm::disk::{DeviceKind, Notifications, TransportKind};
 
 /// Queue size if none is given.
 const DEFAULT_QUEUE_SIZE: u16 = 256;
@@ -130,6 +130,8 @@ pub struct DiskSpec {
     pub format: ImageFormat,
     /// How the disk is reached: by the guest of `walvisor run`, or through a daemon's door.
     pub door: DiskCommand,
+    /// The virtio device through which the disk is seen.
+    pub device: DeviceKind,
     /// The transport through which the guest reaches the disk.
     pub transport: TransportKind,
     /// Request queues; `None` is one per vCPU.
@@ -208,6 +210,7 @@ impl Default for DiskSpec {
             backend: BackendKind::default(),
             format: ImageFormat::Unknown,
             door: DiskCommand::Run,
+            device: DeviceKind::default(),
             transport: TransportKind::default(),
             queues: None,
             queue_size: DEFAULT_QUEUE_SIZE,

@@ -8,7 +8,7 @@ use walvisor_devices::backend::{Answer, SECTOR_SIZE};
 use walvisor_devices::block::{MAX_POLL, MAX_QUEUE_SIZE, MIN_QUEUE_SIZE};
 use walvisor_devices::throttle::MAX_WEIGHT;
 use walvisor_storage::{FullLogPolicy, ImageFormat, Point, Retention};
-use walvisor_vmm::disk::{Notifications, TransportKind};
+use walvisor_vmm::disk::{DeviceKind, Notifications, TransportKind};
 
 use super::key::{Key, Value};
 use super::spec::{BackendKind, DiskCache, DiskCommand, Fabric};
@@ -134,7 +134,7 @@ pub const KEYS: &[Key] = &[
                 fits.then(|| spec.serial = Some(text.to_owned()))
             },
         },
-        default: "the image's file name (serve tcmu: made from name and path)",
+        default: "the image's file name (serve tcmu, device=scsi: made from name and path)",
         commands: EVERYWHERE,
         backends: ANY,
         help: "The serial number that a guest reads; with NBD, the name of the export",
@@ -159,6 +159,18 @@ pub const KEYS: &[Key] = &[
         backends: LOGGED,
         help: "With at=: allow writes, which go to a file in TMPDIR (/var/tmp) that is gone when \
             the disk is closed",
+    },
+    Key {
+        name: "device",
+        value: Value::Choice(&[
+            ("blk", |spec| spec.device = DeviceKind::Blk),
+            ("scsi", |spec| spec.device = DeviceKind::Scsi),
+        ]),
+        default: "blk",
+        commands: VIRTIO,
+        backends: ANY,
+        help: "The virtio device: virtio-blk, or virtio-scsi, which tells the guest that writes \
+            are atomic; disks with the same socket are one SCSI target's LUNs, in order",
     },
     Key {
         name: "transport",

@@ -24,7 +24,7 @@ pub(super) fn backstore_specs(specs: &[DiskSpec]) -> Result<Vec<BackstoreSpec>, 
         }
         let serial = spec.serial.clone();
         all.push(BackstoreSpec {
-            serial: serial.unwrap_or_else(|| format!("{:016x}", identity(&name, &image))),
+            serial: serial.unwrap_or_else(|| format!("{:016x}", disks::identity(&name, &image))),
             name,
             image,
             block_size: spec.block_size,
@@ -55,18 +55,10 @@ pub(super) fn backstore_name(spec: &DiskSpec) -> Result<String, String> {
 /// The target's name in its fabric: NAA 5, LIO's company id, and a number made from the disk's name
 /// and image.
 pub(super) fn wwn(spec: &DiskSpec, backstore: &BackstoreSpec) -> String {
-    let own = identity(&backstore.name, &backstore.image) & 0xf_ffff_ffff;
+    let own = disks::identity(&backstore.name, &backstore.image) & 0xf_ffff_ffff;
     spec.wwn
         .clone()
         .unwrap_or_else(|| format!("naa.5001405{own:09x}"))
-}
-
-/// A number that identifies a disk, the same at every start (FNV-1a).
-fn identity(name: &str, image: &str) -> u64 {
-    let bytes = name.bytes().chain([0]).chain(image.bytes());
-    bytes.fold(0xcbf2_9ce4_8422_2325, |hash, byte| {
-        (hash ^ u64::from(byte)).wrapping_mul(0x0100_0000_01b3)
-    })
 }
 
 #[cfg(test)]
