@@ -127,9 +127,11 @@ impl<M: DeviceMemory> Commands<M> {
             self.units[unit].begin(pending, &cdb, data, since, turn);
             return Ok(None);
         }
-        let metrics = &self.target.units[unit].metrics;
-        add(&metrics.requests, 1);
-        add(&metrics.errors, u64::from(!absent));
+        if let Address::Unit(unit) = address {
+            let metrics = &self.target.units[unit].metrics;
+            add(&metrics.requests, 1);
+            add(&metrics.errors, 1);
+        }
         let answer = match refused {
             Some(response) => pending.refuse(guest, response, data_in + data_out),
             None if absent => {

@@ -10,7 +10,7 @@ pub(super) const EVENT: usize = 16;
 /// VIRTIO_SCSI_T_NO_EVENT: the buffer is too short for an event.
 const NO_EVENT: u32 = 0;
 /// VIRTIO_SCSI_T_PARAM_CHANGE.
-const PARAM_CHANGE: u32 = 2;
+const PARAM_CHANGE: u32 = 3;
 /// CAPACITY DATA HAS CHANGED: the additional sense code, and the qualifier above it.
 const CAPACITY_CHANGED: u32 = 0x2a | 0x09 << 8;
 

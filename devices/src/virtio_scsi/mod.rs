@@ -28,7 +28,7 @@
 //! - **ORDERED and ACA** tasks are refused (INVALID MESSAGE ERROR): units carry commands out in any
 //!   order. HEAD OF QUEUE is as good as SIMPLE.
 //! - **A reset** keeps the cache mode: only the driver or the owner changes that.
-//! - **INOUT, HOTPLUG and T10_PI** are not offered.
+//! - **INOUT and T10_PI** are not offered.
 
 mod commands;
 mod control;
@@ -65,6 +65,8 @@ use request::Layout;
 use target::{QueueLinks, Target, UnitControl};
 use worker::{Role, ScsiQueue, ScsiWorker};
 
+/// VIRTIO_SCSI_F_HOTPLUG.
+const HOTPLUG: u32 = 1;
 /// VIRTIO_SCSI_F_CHANGE.
 const CHANGE: u32 = 2;
 /// The control queue (5.6.2).
@@ -237,6 +239,8 @@ impl VirtioDevice for VirtioScsi {
 
     fn offered_features(&self) -> Features {
         let mut features = Features::of_every_device();
+        // No unit ever comes or goes, but Linux gives the event queue buffers only with HOTPLUG.
+        features.insert(HOTPLUG);
         features.insert(CHANGE);
         features
     }

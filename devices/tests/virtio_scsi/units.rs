@@ -109,7 +109,7 @@ fn post_event_buffer(driver: &mut Driver, len: u32) -> GuestAddress {
 
 /// PARAM_CHANGE of a unit: CAPACITY DATA HAS CHANGED.
 fn change_of(unit: u8) -> Vec<u8> {
-    vec![2, 0, 0, 0, 1, 0, 0, unit, 0, 0, 0, 0, 0x2a, 9, 0, 0]
+    vec![3, 0, 0, 0, 1, 0, 0, unit, 0, 0, 0, 0, 0x2a, 9, 0, 0]
 }
 
 fn a_new_capacity_is_an_event_and_a_unit_attention(kind: Kind) {

@@ -142,7 +142,9 @@ impl Door for VhostUserDoor {
                     .add_unit(disk, &place)
                     .map_err(|error| failed(&error))?;
                 shown.push_str(&format!(", LUN {}", unit.number));
-                if let (Some(server), Some(target)) = (&self.server, self.targets.remove(&place)) {
+                if let Some(server) = &self.server
+                    && let Some(target) = self.targets.remove(&place)
+                {
                     let started = target.start(&socket, server);
                     started.map_err(|error| failed(&error))?;
                 }
