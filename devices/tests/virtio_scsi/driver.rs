@@ -3,7 +3,6 @@
 #[path = "../virtio_blk/driver/mmio.rs"]
 mod mmio;
 #[path = "../virtio_blk/driver/vhost_user.rs"]
-#[expect(dead_code, reason = "some of it is for virtio-blk alone")]
 mod vhost_user;
 
 use std::sync::Arc;
@@ -15,12 +14,11 @@ use walvisor_devices::transport::MmioTransport;
 use walvisor_devices::virtio_scsi::{ScsiUnit, VirtioScsi};
 
 use mmio::{MmioDriver, OwnedTransport};
-use vhost_user::VhostUserDriver;
+use vhost_user::serve;
 pub use walvisor_testkit::virtio::scsi::*;
 pub use walvisor_testkit::virtio::*;
-pub use walvisor_testkit::{PATIENCE, Random, pattern, wait_until};
+pub use walvisor_testkit::{Random, pattern, wait_until};
 
-pub const CHANGE: u64 = 1 << 2;
 /// Every feature that the device offers.
 pub const EVERYTHING: u64 = u64::MAX;
 
@@ -88,13 +86,11 @@ pub fn target(disks: Vec<Arc<dyn Backend>>, queues: u16) -> (VirtioScsi, Vec<Scs
 pub fn start(kind: Kind, disks: Vec<Arc<dyn Backend>>, queues: u16, wanted: u64) -> Driver {
     let memory = guest_memory();
     let (device, units) = target(disks, queues);
-    let shared = Arc::clone(&memory);
     let registers: Box<dyn Registers> = match kind {
-        Kind::Mmio => Box::new(MmioDriver::new(device, shared)),
+        Kind::Mmio => Box::new(MmioDriver::new(device, Arc::clone(&memory))),
         Kind::VhostUser => {
             let control = Arc::clone(&units[0].control);
-            let driver = VhostUserDriver::with_device(device, shared, 4, |_| control);
-            Box::new(driver)
+            Box::new(serve(device, &memory, 4, |_| control))
         }
     };
     let mut driver = Driver::new(registers, memory, units);

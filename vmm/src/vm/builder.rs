@@ -491,7 +491,7 @@ impl DeviceAttachment {
         &mut self,
         device: D,
         notifications: Notifications,
-    ) -> Result<Weak<Mutex<PciTransport<Arc<GuestMemoryMmap>, D>>>, VmError> {
+    ) -> Result<Weak<Mutex<Function<D>>>, VmError> {
         let vectors = Arc::new(FunctionVectors::new(self.router.clone(), notifications));
         let function = PciTransport::new(device, self.memory.clone(), vectors);
         let function = Arc::new(Mutex::new(function));
@@ -567,6 +567,7 @@ impl DeviceAttachment {
 }
 
 type Transport<D> = MmioTransport<Arc<GuestMemoryMmap>, D>;
+type Function<D> = PciTransport<Arc<GuestMemoryMmap>, D>;
 
 impl<D: transport::Device> BusDevice for Transport<D> {
     fn read(&mut self, offset: u64, data: &mut [u8]) {
@@ -578,7 +579,7 @@ impl<D: transport::Device> BusDevice for Transport<D> {
     }
 }
 
-impl<D: transport::Device> PciFunction for PciTransport<Arc<GuestMemoryMmap>, D> {
+impl<D: transport::Device> PciFunction for Function<D> {
     fn config_read(&mut self, offset: u16, data: &mut [u8]) {
         self.config_read(offset, data);
     }

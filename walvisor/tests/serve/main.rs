@@ -29,6 +29,7 @@ mod qemu_locks;
 mod recovery;
 mod sandbox;
 mod saving;
+mod scsi;
 mod slow_holes;
 mod tls;
 mod top;

@@ -12,12 +12,14 @@ use virtio_bindings::virtio_config::{VIRTIO_F_IN_ORDER, VIRTIO_F_RING_RESET};
 use virtio_bindings::virtio_ring::VIRTIO_RING_F_INDIRECT_DESC;
 use walvisor_devices::backend::Backend;
 use walvisor_devices::block::{BlockConfig, BlockCounts, BlockMetrics, VirtioBlock};
+use walvisor_devices::vhost_user::Service;
+
+use vhost_user::serve;
 
 pub use mmio::MmioDriver;
 pub use pci::PciDriver;
-pub use vhost_user::VhostUserDriver;
 pub use walvisor_testkit::virtio::*;
-pub use walvisor_testkit::{PATIENCE, Random, pattern, wait_until};
+pub use walvisor_testkit::{Random, pattern, wait_until};
 
 pub const INDIRECT: u64 = 1 << VIRTIO_RING_F_INDIRECT_DESC;
 pub const IN_ORDER: u64 = 1 << VIRTIO_F_IN_ORDER;
@@ -98,7 +100,7 @@ impl DriverOfDevice for Driver {
         let registers: Box<dyn Registers> = match kind {
             Kind::Mmio => Box::new(MmioDriver::new(device, Arc::clone(&memory))),
             Kind::Pci => Box::new(PciDriver::new(device, Arc::clone(&memory))),
-            Kind::VhostUser => Box::new(VhostUserDriver::new(device, Arc::clone(&memory))),
+            Kind::VhostUser => Box::new(serve(device, &memory, 12, Service::control)),
         };
         Self::new(registers, memory, metrics)
     }

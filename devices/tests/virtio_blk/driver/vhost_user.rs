@@ -1,269 +1,52 @@
-//! Registers as a vhost-user front-end has them. This driver keeps the state that the protocol does
-//! not carry.
+//! Registers over vhost-user, with a server in this process.
 
-use std::io::Read;
-use std::os::fd::{AsFd, AsRawFd, BorrowedFd};
-use std::os::unix::net::{UnixListener, UnixStream};
+use std::os::unix::net::UnixListener;
 use std::sync::Arc;
 
-use vm_memory::{GuestMemoryBackend, GuestMemoryRegion};
-use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
-use walvisor_devices::block::VirtioBlock;
 use walvisor_devices::control::DeviceControl;
 use walvisor_devices::transport::Device;
 use walvisor_devices::vhost_user::{Server, Service};
-use walvisor_testkit::vhost_user::*;
+use walvisor_testkit::virtio::{DeviceOwner, VhostUserRegisters};
 
-use super::{DRIVER_OK, FEATURES_OK, Memory, NEEDS_RESET, PATIENCE, Registers};
+use super::Memory;
 
-const PROTOCOL_FEATURES: u64 = 1 << 30;
-/// MQ, REPLY_ACK, BACKEND_REQ, CONFIG, RESET_DEVICE.
-const PROTOCOL: u64 = 1 | 1 << 3 | 1 << 5 | 1 << 9 | 1 << 13;
-
-/// One queue's descriptors.
-struct Queue {
-    kick: EventFd,
-    call: EventFd,
-    error: EventFd,
-}
-
-/// A vhost-user front-end, with the server that it talks to.
-pub struct VhostUserDriver {
-    front_end: FrontEnd,
-    features: u64,
-    status: u8,
-    queues: Vec<Queue>,
-    broken: bool,
-    errors: u64,
-    seg_max: u64,
+/// The control of a device, and its server.
+pub struct Owner {
     control: Arc<dyn DeviceControl>,
-    /// The channel on which the back-end reports a changed configuration.
-    from_back_end: UnixStream,
-    /// After the socket, because the front-end must be dropped first.
     _server: Server,
 }
 
-impl VhostUserDriver {
-    pub fn new(device: VirtioBlock, memory: Memory) -> Self {
-        Self::with_device(device, memory, 12, |service| service.control())
-    }
-
-    /// `seg_max`: the offset of that field. `control`: of the device, once it is served.
-    pub fn with_device<D: Device + 'static>(
-        device: D,
-        memory: Memory,
-        seg_max: u64,
-        control: impl FnOnce(&Service<D>) -> Arc<dyn DeviceControl>,
-    ) -> Self {
-        let dir = tempfile::tempdir().expect("a directory");
-        let path = dir.path().join("s");
-        let listener = UnixListener::bind(&path).expect("a socket");
-        let service = Service::new(listener, device, "test").expect("a service");
-        let control = control(&service);
-        let server = Server::start(vec![service]).expect("a server");
-        let (from_back_end, to_front_end) = UnixStream::pair().expect("a channel");
-        from_back_end
-            .set_read_timeout(Some(PATIENCE))
-            .expect("a timeout");
-        let mut driver = Self {
-            front_end: FrontEnd::connect(&path),
-            features: 0,
-            status: 0,
-            queues: Vec::new(),
-            broken: false,
-            errors: 0,
-            seg_max,
-            control,
-            from_back_end,
-            _server: server,
-        };
-        driver.front_end.fields(SET_PROTOCOL_FEATURES, &[PROTOCOL]);
-        driver
-            .front_end
-            .tell(SET_BACKEND_REQ_FD, &[], &[to_front_end.as_fd()]);
-        let count = driver.front_end.ask(GET_QUEUE_NUM, &[]);
-        driver.queues = (0..u64::from_ne_bytes(count[..].try_into().expect("8 bytes")))
-            .map(|_| Queue {
-                kick: event(),
-                call: event(),
-                error: event(),
-            })
-            .collect();
-        let mut table = vec![memory.num_regions() as u64];
-        let mut files = Vec::new();
-        for region in memory.iter() {
-            let (start, file) = (region.start_addr().0, region.file_offset().expect("a file"));
-            table.extend([start, region.len(), start, file.start()]);
-            files.push(file.arc().as_fd());
-        }
-        driver
-            .front_end
-            .tell(SET_MEM_TABLE, &payload(&table), &files);
-        driver
-    }
-
-    fn tell(&mut self, request: u32, values: &[u64]) {
-        self.front_end.tell(request, &payload(values), &[]);
-    }
-
-    fn look_at_errors(&mut self) {
-        let broken = self
-            .queues
-            .iter()
-            .filter(|queue| queue.error.read().is_ok());
-        let errors = broken.count() as u64;
-        self.broken |= errors > 0;
-        self.errors += errors;
-    }
-}
-
-fn event() -> EventFd {
-    EventFd::new(EFD_NONBLOCK).expect("an eventfd")
-}
-
-impl Registers for VhostUserDriver {
-    fn device_features(&mut self) -> u64 {
-        let features = self.front_end.ask(GET_FEATURES, &[]);
-        u64::from_ne_bytes(features[..].try_into().expect("8 bytes")) & !PROTOCOL_FEATURES
-    }
-
-    fn set_driver_features(&mut self, features: u64) {
-        self.features = features;
-    }
-
-    fn status(&mut self) -> u8 {
-        self.look_at_errors();
-        self.status | if self.broken { NEEDS_RESET } else { 0 }
-    }
-
-    fn set_status(&mut self, status: u8) {
-        if status == 0 {
-            self.front_end.tell(RESET_DEVICE, &[], &[]);
-            self.look_at_errors();
-            (self.status, self.broken, self.errors) = (0, false, 0);
-            return;
-        }
-        let new = status & !self.status;
-        self.status |= status;
-        if new & FEATURES_OK != 0 {
-            self.tell(SET_FEATURES, &[self.features | PROTOCOL_FEATURES]);
-        }
-        if new & DRIVER_OK != 0 {
-            for queue in 0..self.queues.len() {
-                self.tell(SET_VRING_ENABLE, &[pair(queue as u32, 1)]);
-                // A ring signals when it starts, because chains may have been used before.
-                let _ = self.queues[queue].call.read();
-            }
-        }
-    }
-
-    fn generation(&mut self) -> u32 {
-        0
-    }
-
-    fn read_config(&mut self, offset: u64, data: &mut [u8]) {
-        let config = self.front_end.config(offset as u32, data.len() as u32);
-        data.copy_from_slice(&config);
-    }
-
-    fn write_config(&mut self, offset: u64, data: &[u8]) {
-        let header = config_header(offset as u32, data.len() as u32);
-        let payload = [&header, data].concat();
-        self.front_end.tell(SET_CONFIG, &payload, &[]);
-    }
-
-    fn queue_max(&mut self, queue: u16) -> u16 {
-        if usize::from(queue) >= self.queues.len() {
-            return 0;
-        }
-        // The protocol does not report the size. seg_max implies it, as a request also has a header
-        // and a status.
-        let mut bytes = [0; 4];
-        self.read_config(self.seg_max, &mut bytes);
-        let most = u32::from_le_bytes(bytes) as u16 + 2;
-        1 << most.ilog2()
-    }
-
-    fn set_queue(&mut self, queue: u16, size: u16, addresses: [u64; 3]) {
-        let index = u64::from(queue);
-        let [descriptors, available, used] = addresses;
-        self.tell(SET_VRING_NUM, &[index | u64::from(size) << 32]);
-        self.tell(SET_VRING_BASE, &[index]);
-        self.tell(SET_VRING_ADDR, &[index, descriptors, used, available, 0]);
-        let Queue { kick, call, error } = &self.queues[usize::from(queue)];
-        let fds = [call, error, kick].map(EventFd::as_raw_fd);
-        let requests = [SET_VRING_CALL, SET_VRING_ERR, SET_VRING_KICK];
-        for (request, fd) in requests.into_iter().zip(fds) {
-            // SAFETY: the queue's descriptors are open as long as the driver.
-            let fd = unsafe { BorrowedFd::borrow_raw(fd) };
-            self.front_end.tell(request, &payload(&[index]), &[fd]);
-        }
-    }
-
-    fn notify(&mut self, queue: u16) {
-        self.queues[usize::from(queue)]
-            .kick
-            .write(1)
-            .expect("a doorbell");
-    }
-
-    fn reset_queue(&mut self, _queue: u16) {
-        // The front-end would have to do it: RING_RESET is not offered here.
-    }
-
-    fn queue_resetting(&mut self, _queue: u16) -> bool {
-        false
-    }
-
-    fn enable_queue(&mut self, queue: u16) {
-        self.tell(SET_VRING_ENABLE, &[pair(queue.into(), 1)]);
-    }
-
-    fn disable_queue(&mut self, queue: u16) {
-        self.tell(SET_VRING_ENABLE, &[queue.into()]);
-    }
-
-    fn queue_enabled(&mut self, _queue: u16) -> bool {
-        self.status & DRIVER_OK != 0
-    }
-
-    fn scribble_on_queue(&mut self, _queue: u16) {
-        // The server would refuse this and close the connection, which its own tests cover.
-    }
-
-    fn doorbells(&self) -> Vec<EventFd> {
-        let copy = |queue: &Queue| queue.kick.try_clone().expect("an eventfd");
-        self.queues.iter().map(copy).collect()
-    }
-
-    fn take_queue_interrupts(&mut self, queue: u16) -> u64 {
-        self.queues[usize::from(queue)].call.read().unwrap_or(0)
-    }
-
-    fn take_config_interrupts(&mut self) -> u64 {
-        self.look_at_errors();
-        std::mem::take(&mut self.errors)
-    }
-
-    fn capacity_changed(&mut self) {
+impl DeviceOwner for Owner {
+    fn capacity_changed(&self) {
         self.control.capacity_changed();
-        let mut message = [0; 12];
-        self.from_back_end
-            .read_exact(&mut message)
-            .expect("the back-end tells");
-        let words = [2_u32, 1, 0].map(u32::to_ne_bytes);
-        assert_eq!(message, *words.as_flattened());
     }
 
-    fn pause(&mut self) {
+    fn pause(&self) {
         self.control.pause().expect("a pause");
     }
 
-    fn resume(&mut self) {
+    fn resume(&self) {
         self.control.resume();
     }
 
-    fn set_write_cache(&mut self, on: bool) -> bool {
+    fn set_write_cache(&self, on: bool) -> bool {
         self.control.set_write_cache(on)
     }
+}
+
+/// Serves a device. `seg_max`: the offset of that field. `control`: of the device, once it is
+/// served.
+pub fn serve<D: Device + 'static>(
+    device: D,
+    memory: &Memory,
+    seg_max: u64,
+    control: impl FnOnce(&Service<D>) -> Arc<dyn DeviceControl>,
+) -> VhostUserRegisters<Owner> {
+    let dir = tempfile::tempdir().expect("a directory");
+    let path = dir.path().join("s");
+    let listener = UnixListener::bind(&path).expect("a socket");
+    let service = Service::new(listener, device, "test").expect("a service");
+    let control = control(&service);
+    let _server = Server::start(vec![service]).expect("a server");
+    VhostUserRegisters::connect(&path, memory, seg_max, Owner { control, _server })
 }

@@ -4,6 +4,7 @@
 mod driver;
 mod ring;
 pub mod scsi;
+mod vhost_user;
 
 use std::sync::Arc;
 
@@ -12,10 +13,9 @@ use virtio_bindings::virtio_ring::VIRTIO_RING_F_EVENT_IDX;
 use vm_memory::{FileOffset, GuestAddress, GuestMemoryMmap};
 use vmm_sys_util::eventfd::EventFd;
 
-use crate::vhost_user;
-
 pub use driver::{Answer, BlockDriver, PostedRequest, segment};
 pub use ring::{BROKEN_CHAINS, INDIRECT_TABLE, NEXT, Piece, Ring, RingEdit, WRITE};
+pub use vhost_user::{DeviceOwner, VhostUserRegisters};
 
 /// Device status: the guest has noticed the device.
 pub const ACKNOWLEDGE: u8 = 1;
@@ -45,7 +45,7 @@ pub const MEMORY_END: u64 = 2 * REGION;
 /// after them. It is backed by a file, so that it can be shared.
 #[must_use]
 pub fn guest_memory() -> Memory {
-    let file = Arc::new(vhost_user::memory(MEMORY_END));
+    let file = Arc::new(crate::vhost_user::memory(MEMORY_END));
     let regions = [0, REGION].map(|start| {
         let file = FileOffset::from_arc(Arc::clone(&file), start);
         (GuestAddress(start), REGION as usize, Some(file))

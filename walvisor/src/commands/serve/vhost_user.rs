@@ -123,7 +123,7 @@ impl Door for VhostUserDoor {
             }
         };
         let failed = |error: &dyn std::fmt::Display| format!("disk '{}': {error}", disk.name);
-        let mut shown = shown(&place);
+        let shown = shown(&place);
         let in_use = match disk.kind {
             DeviceKind::Blk => {
                 let listener = socket
@@ -141,7 +141,6 @@ impl Door for VhostUserDoor {
                 let unit = self
                     .add_unit(disk, &place)
                     .map_err(|error| failed(&error))?;
-                shown.push_str(&format!(", LUN {}", unit.number));
                 if let Some(server) = &self.server
                     && let Some(target) = self.targets.remove(&place)
                 {
