@@ -10,6 +10,7 @@
 //!                               publish used index once ─▶ Interrupt    interrupt.rs
 //!
 //!  passt, a tap device ──frames──▶ queue workers of a network device        net/
+//!  the same driver, of a SCSI target ─▶ queue workers ─▶ SCSI tasks          virtio_scsi/, scsi/
 //!  vhost-user front-end ──socket──▶ a thread per listener ─▶ queue workers  vhost_user/
 //!  NBD clients ──sockets──▶ a few shared threads ─▶ BackendQueue            nbd/
 //!  the kernel's SCSI target ──UIO ring──▶ a thread per disk ─▶ SCSI tasks   tcmu/, scsi/

@@ -66,6 +66,7 @@ fn every_requirement_names_a_test_that_exists() {
     let folders = [
         "tests/virtio_blk",
         "tests/virtio_net",
+        "tests/virtio_scsi",
         "../guest-images/guest/src/conformance",
         "src/block",
         "src/net",

@@ -69,6 +69,8 @@ const OUTER_MODULES: [&str; 9] = [
 
 /// The modules of `initramfs-scsi.cpio`, for jobs that use that machine's SCSI target.
 const SCSI_MODULES: [&str; 4] = ["target_core_user", "tcm_loop", "vhost_scsi", "sd_mod"];
+/// The modules of a guest with Debian's newer kernel, which has a SCSI disk.
+const NEWER_GUEST_MODULES: [&str; 4] = ["virtio_pci", "virtio_blk", "virtio_scsi", "sd_mod"];
 /// Host programs that the build needs, each with its package.
 const BUILD_NEEDS: [(&str, &str); 8] = [
     ("dpkg-deb", "dpkg"),
@@ -141,6 +143,31 @@ impl GuestImages {
             build_guest(&unpacked, scratch.path(), directory, reporter)?;
             let record = directory.join("packages.txt");
             fs::write(&record, &list).at("write", &record)
+        })?;
+        Ok(Self { directory })
+    }
+
+    /// `vmlinuz`, `initramfs-base.cpio` and an empty `initramfs-fio.cpio` of a guest with Debian's
+    /// newer kernel, 6.12, whose SCSI disks have atomic writes.
+    ///
+    /// # Errors
+    /// As [`ensure`](Self::ensure).
+    pub fn ensure_newer(cache: &Cache, reporter: &Reporter) -> Result<Self> {
+        packages::install_missing(&BUILD_NEEDS, reporter)?;
+        let scratch = ScratchDir::new(cache, reporter)?;
+        let packages = packages::resolve(&packages::NEWER_PACKAGES, scratch.path(), reporter)?;
+        let list = packages::list(&packages);
+        let inputs = [BUILDER, list.as_bytes(), GUEST_INIT.as_bytes()];
+        let directory = cache.entry("scsi", &inputs, reporter, |directory| {
+            let unpacked = scratch.path().join("unpacked");
+            packages::unpack(&packages, scratch.path(), &unpacked, reporter)?;
+            let (vmlinuz, target) = (find_kernel(&unpacked.join("boot"))?, "vmlinuz");
+            fs::copy(&vmlinuz, directory.join(target)).at("copy", &vmlinuz)?;
+            let base = FileTree::new(scratch.path().join("base"))?;
+            add_system(&base, &unpacked, "init", GUEST_INIT, &NEWER_GUEST_MODULES)?;
+            base.pack_initramfs(&directory.join("initramfs-base.cpio"))?;
+            let none = FileTree::new(scratch.path().join("none"))?;
+            none.pack_initramfs(&directory.join("initramfs-fio.cpio"))
         })?;
         Ok(Self { directory })
     }

@@ -5,6 +5,7 @@ mod largest;
 mod libvirt;
 mod log_shared;
 mod qemu;
+mod scsi;
 mod user_mode;
 
 use std::path::Path;
