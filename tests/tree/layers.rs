@@ -50,6 +50,7 @@ const DEVICES: &[&[&str]] = &[
     &["status"],
     &["virtio"],
     &["block", "net", "scsi"],
+    &["virtio_scsi"],
     &["nbd", "tcmu", "transport", "ublk", "vhost_user"],
 ];
 

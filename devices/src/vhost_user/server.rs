@@ -14,7 +14,7 @@ use super::signal::EventNotifier;
 use crate::block::VirtioBlock;
 use crate::control::DeviceControl;
 use crate::listen::{Stop, Threads, Waiter, check_accept};
-use crate::transport::Device;
+use crate::virtio::VirtioDevice;
 
 /// A listening socket and the device that it offers: a disk, or a SCSI target.
 pub struct Service<D = VirtioBlock> {
@@ -26,7 +26,7 @@ pub struct Service<D = VirtioBlock> {
     notifier: Arc<EventNotifier>,
 }
 
-impl<D: Device> Service<D> {
+impl<D: VirtioDevice> Service<D> {
     /// Offers `device` to front-ends that connect to `listener`, one at a time: the next one waits
     /// until it has left. Log messages call the disk `name`.
     ///
@@ -79,7 +79,7 @@ impl Server {
     ///
     /// # Errors
     /// If the system refuses a descriptor or a thread.
-    pub fn start<D: Device + 'static>(services: Vec<Service<D>>) -> io::Result<Self> {
+    pub fn start<D: VirtioDevice + 'static>(services: Vec<Service<D>>) -> io::Result<Self> {
         let server = Self {
             running: Mutex::default(),
         };
@@ -96,7 +96,7 @@ impl Server {
     ///
     /// # Errors
     /// If the system refuses a descriptor or a thread.
-    pub fn add<D: Device + 'static>(&self, mut service: Service<D>) -> io::Result<()> {
+    pub fn add<D: VirtioDevice + 'static>(&self, mut service: Service<D>) -> io::Result<()> {
         service.listener.set_nonblocking(true)?;
         let (name, stop) = (service.name.clone(), service.stop.clone());
         let mut thread = Threads::new("vhost-user");
@@ -142,7 +142,7 @@ impl Drop for Server {
     }
 }
 
-impl<D: Device> Service<D> {
+impl<D: VirtioDevice> Service<D> {
     /// Serves one front-end after another until the server stops.
     fn listen(&mut self) -> Outcome<()> {
         // Whether the owner has paused the disk.
