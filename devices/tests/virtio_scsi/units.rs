@@ -201,19 +201,21 @@ fn a_limited_unit_holds_up_no_other(kind: Kind) {
 
 fn exclusive_commands_wait_across_queues(kind: Kind) {
     let gate = Gate::new(RamDisk::new(64));
-    gate.open();
     let mut driver = start(kind, vec![Arc::new(gate.clone())], 2, EVERYTHING);
-    let before = gate.submitted();
     // COMPARE AND WRITE of block 3: zeroes become sevens.
     let swap = [0x89, 0, 0, 0, 0, 0, 0, 0, 0, 3, 0, 0, 0, 1, 0, 0];
     let out = [[0; 512], [7; 512]].concat();
-    let held = gate.hold_up();
     let first = driver.post_command(REQUESTS, lun(0), 1, &swap, &out, 0);
     driver.kick(REQUESTS);
-    wait_until("the first submission", || gate.submitted() > before);
+    wait_until("its read", || gate.submitted() == 1);
+    let requests = driver.metrics[0].metrics.counts().requests;
     let second = driver.post_command(REQUESTS + 1, lun(0), 2, &write_10(3, 1), &[9; 512], 0);
     driver.kick(REQUESTS + 1);
-    held.send(()).unwrap();
+    wait_until("the other command", || {
+        driver.metrics[0].metrics.counts().requests > requests
+    });
+    assert_eq!(gate.submitted(), 1, "it waits");
+    gate.open();
     let (_, written) = driver.next_used(REQUESTS);
     assert_eq!(driver.command_answer(&first, written).verdict(), (OK, 0));
     let (_, written) = driver.next_used(REQUESTS + 1);
