@@ -19,7 +19,7 @@ use walvisor_guest::contract::Load;
 use walvisor_storage::{DiskOptions, Store, StoreOptions, default_log_dir};
 use walvisor_testkit::nbd::SEND_FLUSH;
 use walvisor_testkit::vhost_user_client::VhostUserClient;
-use walvisor_vmm::disk::{DeviceKind, DeviceKind, OpenDisk};
+use walvisor_vmm::disk::{DeviceKind, OpenDisk};
 use walvisor_vmm::vm::DiskConfig;
 
 use crate::bench::{Matrix, Side, Turn};
