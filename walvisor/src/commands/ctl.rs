@@ -26,14 +26,13 @@ use crate::control_socket::{
 use crate::disk_spec::DiskCommand;
 use crate::progress::with_bar;
 use crate::size::{human_size, parse_size};
-use crate::table::fit_terminal;
 
 /// The arguments of `walvisor ctl`.
 #[derive(Args, Debug)]
 pub struct CtlArguments {
     /// The other process's --control socket
     pub socket: PathBuf,
-    /// Print JSON, always
+    /// Print the answer as JSON
     #[arg(long, global = true)]
     pub json: bool,
     /// What is wanted.
@@ -384,12 +383,7 @@ pub fn run(arguments: &CtlArguments) -> Result<(), CommandError> {
     let shown = match &arguments.request {
         CtlRequest::Stats { prometheus: true } => text(&answer["text"]),
         _ if arguments.json => format!("{answer}\n"),
-        CtlRequest::Stats { .. } => fit_terminal(&answer::stats(&answer)),
-        CtlRequest::Points { .. } => answer::points(&answer),
-        CtlRequest::Snapshots { .. } => answer::snapshots(&answer),
-        CtlRequest::Looks => answer::looks(&answer),
-        CtlRequest::Exports => answer::exports(&answer),
-        _ => format!("{answer}\n"),
+        request => answer::shown(request, &answer),
     };
     // A failed write is fine: the reader has closed the pipe.
     let _ = std::io::stdout().write_all(shown.as_bytes());

@@ -25,6 +25,100 @@ pub fn ctl(dir: &Path, words: &str) -> Value {
     serde_json::from_slice(&output.stdout).unwrap()
 }
 
+/// What a change is answered with, for people: a line.
+#[test]
+fn each_change_tells_people_in_a_line() {
+    let dir = tempfile::tempdir().unwrap();
+    let dir = dir.path();
+    create(dir, "disk.img", "1M");
+    create(dir, "b.img", "1M --log disk.img.wal");
+    let mut daemon = Daemon::start(
+        dir,
+        "--control ctl --disk-dir . --disk path=disk.img,socket=s,retain=all",
+    );
+    let mut client = RawClient::extended(&dir.join("s"));
+    for byte in [1, 2] {
+        client.write(1, 0, &[byte; 4096]);
+        client.flush(2);
+    }
+    let place = fs::canonicalize(dir).unwrap();
+    let place = place.display();
+    for (words, line) in [
+        ("pause", "paused"),
+        ("resume", "running"),
+        ("mark one", "marked lsn:3 of cid:3"),
+        ("snapshot two", "snapshot 'two' at lsn:3 of cid:3"),
+        (
+            "snapshot three --alone",
+            "snapshot 'three' at lsn:3 of cid:3, of disk 1 alone",
+        ),
+        ("snapshot-delete two", "snapshot 'two' deleted"),
+        ("pause --disk disk.img", "disk.img: paused"),
+        (
+            "restore --at lsn:1",
+            "disk.img: restored in place as of lsn:1, 1 record undone; to undo this, restore --at lsn:3",
+        ),
+        (
+            "restore --at lsn:2",
+            "disk.img: restored in place as of lsn:2, 0 records undone and 1 back; to undo this, restore --at lsn:4",
+        ),
+        (
+            "restore --at lsn:2",
+            "disk.img: already as of lsn:2: nothing to do",
+        ),
+        ("resume --disk disk.img", "disk.img: running"),
+        ("resize --size 3M", "disk.img: 3 MiB, before 1 MiB"),
+        ("set-cache writethrough", "disk.img: writethrough"),
+        (
+            "set-limit --ops-per-second 5000 --ops-burst 9000 --bytes-per-second 1536M",
+            "disk.img: 5000 ops/s (burst 9000), 1.5 GiB/s, weight 100",
+        ),
+        (
+            "set-limit --ops-per-second 0 --bytes-per-second 0 --weight 200",
+            "disk.img: no limit, weight 200",
+        ),
+        (
+            "add-disk path=b.img,log=disk.img.wal,socket=s",
+            &format!(
+                "serving b.img: 1 MiB at nbd+unix:///b.img?socket={place}/s, log disk.img.wal"
+            ),
+        ),
+        (
+            "remove-disk b.img",
+            "b.img: removed; the log keeps history, and with it this disk's newest records: open the disk together with its log",
+        ),
+        (
+            "set-retain 5M",
+            "retain=5M: the log keeps the last 5 MiB of the log",
+        ),
+        ("set-retain off", "retain=off: the log keeps no history"),
+        ("snapshot-delete three", "snapshot 'three' deleted"),
+        ("checkpoint", "disk.img: checkpointed"),
+        (
+            "look --socket look",
+            &format!(
+                "serving disk.img as of newest: 3 MiB at nbd+unix:///disk.img?socket={place}/look"
+            ),
+        ),
+        (
+            "unlook disk.img",
+            &format!("{place}/look: ended, the look at disk.img as of newest"),
+        ),
+        (
+            "remove-disk disk.img",
+            "disk.img: removed; its image is complete",
+        ),
+        ("checkpoint", "no disks"),
+        ("shutdown", "shutting down"),
+    ] {
+        let output = walvisor(dir, &format!("ctl ctl {words}"));
+        assert!(output.status.success(), "{words}: {}", text(&output.stderr));
+        assert_eq!(text(&output.stdout), format!("{line}\n"), "{words}");
+    }
+    let status = daemon.child.wait().unwrap();
+    assert_eq!((status.code(), daemon.errors().as_str()), (Some(0), ""));
+}
+
 #[test]
 fn nbd_clients_are_paused_and_see_a_longer_disk() {
     let dir = tempfile::tempdir().unwrap();

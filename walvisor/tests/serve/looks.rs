@@ -67,7 +67,8 @@ impl DiskInUse {
     /// Names the present state.
     fn note(&mut self, dir: &Path) {
         let name = format!("state-{}", self.states.len());
-        let made: Value = serde_json::from_str(&ctl(dir, &format!("snapshot {name}"))).unwrap();
+        let made: Value =
+            serde_json::from_str(&ctl(dir, &format!("--json snapshot {name}"))).unwrap();
         ctl(dir, &format!("snapshot-delete {name}"));
         let lsn = made["lsn"].as_u64().unwrap();
         self.states.push((lsn, self.bytes.clone()));
@@ -143,7 +144,8 @@ fn ten_looks_beside_a_writer_show_their_points() {
     );
 
     // A look that is ended is gone, with the name of its socket.
-    let ended: Value = serde_json::from_str(&ctl(dir, &format!("unlook {}", served[0]))).unwrap();
+    let ended: Value =
+        serde_json::from_str(&ctl(dir, &format!("--json unlook {}", served[0]))).unwrap();
     assert_eq!(ended["socket"], dir.join(&served[0]).to_str().unwrap());
     assert_eq!(open(dir), 9);
     let gone = |socket: &str| wait_until(socket, || !dir.join(socket).exists());

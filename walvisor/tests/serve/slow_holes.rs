@@ -196,6 +196,39 @@ fn a_removal_that_waits_for_its_image_delays_no_other_request() {
     assert_eq!(image[4096..8192], [7; 4096]);
 }
 
+#[test]
+fn an_export_whose_image_does_not_answer_can_be_cancelled() {
+    let dir = tempfile::tempdir().unwrap();
+    let dir = dir.path();
+    let Some(slow) = mount(dir) else {
+        return;
+    };
+    let daemon = Daemon::start(
+        dir,
+        "--control ctl --disk path=slow/disk.img,log=log,socket=s,serial=slow",
+    );
+    slow.halt();
+    let mut command = Command::new(WALVISOR);
+    command
+        .args(["ctl", "ctl", "export", "-o", "copy"])
+        .current_dir(dir);
+    let mut export = Process::spawn(&mut command);
+    wait_until("the export", || {
+        ctl(dir, "exports")["exports"] != serde_json::json!([])
+    });
+    let cancelled = walvisor(dir, "ctl ctl export-cancel slow");
+    let told = text(&cancelled.stdout);
+    assert!(
+        told.starts_with("slow: export as of newest cancelled at 0 B of ") && told.ends_with("B\n"),
+        "{told}{}",
+        text(&cancelled.stderr)
+    );
+    slow.go_on();
+    assert_eq!(export.wait().unwrap().code(), Some(1));
+    assert!(!dir.join("copy").exists());
+    assert_eq!(daemon.stop(), "");
+}
+
 /// The names of the disks that a daemon serves.
 fn disks(dir: &Path) -> Vec<String> {
     let stats = ctl(dir, "stats --json");

@@ -5,10 +5,11 @@ use std::time::SystemTime;
 
 use serde_json::Value;
 
+use super::CtlRequest;
 use crate::metrics::unix_us;
 use crate::point::{age, history_text, time_text};
 use crate::size::human_size;
-use crate::table::Table;
+use crate::table::{Table, fit_terminal};
 
 /// A value without quotes.
 pub(in crate::commands) fn text(value: &Value) -> String {
@@ -124,8 +125,142 @@ fn disk_lines(disk: &Value, indent: &str) -> String {
     )
 }
 
+/// The answer to a request. What changes something is answered with one line.
+pub(super) fn shown(request: &CtlRequest, answer: &Value) -> String {
+    let disk = text(&answer["disk"]);
+    let line = match request {
+        CtlRequest::Stats { .. } => return fit_terminal(&stats(answer)),
+        CtlRequest::Points { .. } => return points(answer),
+        CtlRequest::Snapshots { .. } => return snapshots(answer),
+        CtlRequest::Looks => return looks(answer),
+        CtlRequest::Exports => return exports(answer),
+        // They print what they have done.
+        CtlRequest::Export { .. } | CtlRequest::Look(_) | CtlRequest::Save => return String::new(),
+        CtlRequest::Pause { .. } | CtlRequest::Resume { .. } => {
+            let state = text(&answer["state"]);
+            match &answer["disk"] {
+                Value::Null => state,
+                _ => format!("{disk}: {state}"),
+            }
+        }
+        CtlRequest::Resize { .. } => format!(
+            "{disk}: {}, before {}",
+            size(&answer["size_bytes"]),
+            size(&answer["old_size_bytes"])
+        ),
+        CtlRequest::SetCache { .. } => {
+            let [cache, requested] = ["cache", "requested"].map(|key| text(&answer[key]));
+            if cache == requested {
+                format!("{disk}: {cache}")
+            } else {
+                format!("{disk}: stays {cache}, not {requested}")
+            }
+        }
+        CtlRequest::SetLimit { .. } => format!("{disk}: {}", limits(answer)),
+        CtlRequest::Checkpoint { .. } => match all(answer, "disks") {
+            [] => "no disks".to_owned(),
+            disks => {
+                let names: Vec<_> = disks.iter().map(text).collect();
+                format!("{}: checkpointed", names.join(", "))
+            }
+        },
+        CtlRequest::Snapshot { .. } => {
+            let of = match &answer["disk_id"] {
+                Value::Null => String::new(),
+                id => format!(", of disk {id} alone"),
+            };
+            let name = text(&answer["name"]);
+            format!("snapshot '{name}' at {}{of}", commit(answer))
+        }
+        CtlRequest::SnapshotDelete { .. } => {
+            format!("snapshot '{}' deleted", text(&answer["deleted"]))
+        }
+        CtlRequest::Restore { .. } => format!("{disk}: {}", rewound(answer)),
+        CtlRequest::Mark { .. } => format!("marked {}", commit(answer)),
+        CtlRequest::SetRetain { .. } => format!(
+            "retain={}: the log keeps {}",
+            text(&answer["retain"]),
+            text(&answer["keeps"])
+        ),
+        CtlRequest::AddDisk { .. } => {
+            let log = match &answer["log"] {
+                Value::Null => String::new(),
+                log => format!(", log {}", text(log)),
+            };
+            let (size, place) = (size(&answer["size_bytes"]), text(&answer["place"]));
+            format!("serving {disk}: {size} at {place}{log}")
+        }
+        CtlRequest::RemoveDisk { .. } => match &answer["note"] {
+            Value::Null => format!("{disk}: removed; its image is {}", text(&answer["image"])),
+            note => format!("{disk}: removed; {}", text(note)),
+        },
+        CtlRequest::Unlook { .. } => format!(
+            "{}: ended, the look at {disk} as of {}",
+            text(&answer["socket"]),
+            text(&answer["at"])
+        ),
+        CtlRequest::ExportCancel { .. } => {
+            let ended = all(answer, "cancelled").iter().map(|export| {
+                format!(
+                    "{}: export as of {} cancelled at {} of {}",
+                    text(&export["disk"]),
+                    text(&export["at"]),
+                    size(&export["passed_bytes"]),
+                    size(&export["total_bytes"])
+                )
+            });
+            ended.collect::<Vec<_>>().join("; ")
+        }
+        CtlRequest::Shutdown { .. } => "shutting down".to_owned(),
+    };
+    format!("{}\n", line.replace(char::is_control, "?"))
+}
+
+/// The limits of a disk.
+fn limits(limits: &Value) -> String {
+    let number = |key: &str| limits[key].as_u64().unwrap_or(0);
+    let part = |rate: &str, burst: &str, shown: fn(u64) -> String, unit: &str| {
+        let burst = match number(burst) {
+            0 => String::new(),
+            burst => format!(" (burst {})", shown(burst)),
+        };
+        (number(rate) > 0).then(|| format!("{}{unit}{burst}, ", shown(number(rate))))
+    };
+    let operations = part("ops_per_second", "ops_burst", |n| n.to_string(), " ops/s");
+    let bytes = part("bytes_per_second", "bytes_burst", human_size, "/s");
+    let rates: String = operations.into_iter().chain(bytes).collect();
+    let rates = if rates.is_empty() {
+        "no limit, "
+    } else {
+        &rates
+    };
+    format!("{rates}weight {}", limits["weight"])
+}
+
+/// The point that something was written with.
+fn commit(answer: &Value) -> String {
+    format!("lsn:{} of cid:{}", answer["lsn"], answer["cid"])
+}
+
+/// What a restore in place has done.
+fn rewound(answer: &Value) -> String {
+    let to = &answer["to_lsn"];
+    if answer["lsn"].is_null() {
+        return format!("already as of lsn:{to}: nothing to do");
+    }
+    let back = match answer["redone_records"].as_u64() {
+        None | Some(0) => String::new(),
+        Some(redone) => format!(" and {redone} back"),
+    };
+    format!(
+        "restored in place as of lsn:{to}, {} undone{back}; to undo this, restore --at lsn:{}",
+        count(&answer["undone_records"], "record"),
+        answer["from_lsn"]
+    )
+}
+
 /// Counters and the current state.
-pub(super) fn stats(stats: &Value) -> String {
+fn stats(stats: &Value) -> String {
     let seconds = stats["uptime_us"].as_u64().unwrap_or(0) / 1_000_000;
     let mut lines = format!(
         "{} {}: {}, up {seconds} s\n",
@@ -209,7 +344,7 @@ fn when(point: &Value) -> [String; 2] {
 }
 
 /// The points of a disk.
-pub(super) fn points(answer: &Value) -> String {
+fn points(answer: &Value) -> String {
     let (points, oldest) = (all(answer, "points"), &answer["oldest"]);
     let mut shown: Vec<_> = points
         .iter()
@@ -253,7 +388,7 @@ pub(super) fn points(answer: &Value) -> String {
 }
 
 /// The snapshots of a log.
-pub(super) fn snapshots(answer: &Value) -> String {
+fn snapshots(answer: &Value) -> String {
     let mut table = Table::new(&["SNAPSHOT", "TIME", "AGE", "LSN", "CID", "SAVED", "OF"]);
     for snapshot in all(answer, "snapshots") {
         let [time, age] = when(snapshot);
@@ -274,7 +409,7 @@ pub(super) fn snapshots(answer: &Value) -> String {
 }
 
 /// The open looks.
-pub(super) fn looks(answer: &Value) -> String {
+fn looks(answer: &Value) -> String {
     let mut table = Table::new(&["SOCKET", "DISK", "AT", "SIZE", "TAKES", "ENDS"]);
     for look in all(answer, "looks") {
         let yes = |key: &str| look[key] == true;
@@ -296,7 +431,7 @@ pub(super) fn looks(answer: &Value) -> String {
 }
 
 /// The exports under way.
-pub(super) fn exports(answer: &Value) -> String {
+fn exports(answer: &Value) -> String {
     let mut table = Table::new(&["DISK", "AT", "DONE", "OF", "PART"]);
     for export in all(answer, "exports") {
         let bytes = |key: &str| export[key].as_u64().unwrap_or(0);
