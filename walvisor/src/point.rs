@@ -15,7 +15,7 @@ pub fn retain_text(retain: Retention) -> String {
         Retention::Nothing => "no history".to_owned(),
         Retention::All => "all history, while the log has room".to_owned(),
         Retention::Time(_) => format!("the history of the last {}", retain),
-        Retention::Bytes(bytes) => format!("the last {} of the log", human_size(bytes)),
+        Retention::Bytes(bytes) => format!("its last {}", human_size(bytes)),
     }
 }
 

@@ -20,7 +20,9 @@ use walvisor_storage::{self as storage, DiskReport, LogReport, Retention, Store,
 use super::CommandError;
 use super::in_use::cannot_look;
 use super::threads::Threads;
-use crate::point::{history_json, history_text, refuse_checkpoint, snapshot_json, time_text};
+use crate::point::{
+    history_json, history_text, refuse_checkpoint, retain_text, snapshot_json, time_text,
+};
 use crate::size::{human_size, parse_size};
 
 /// Arguments of `walvisor disk`.
@@ -133,7 +135,13 @@ pub fn run(arguments: &DiskArguments) -> Result<(), CommandError> {
                 ..StoreOptions::default()
             };
             storage::create_disk(&disk.path, *size, &disk.log(), &options)
-                .map_err(CommandError::failed)
+                .map_err(CommandError::failed)?;
+            if let Some(kept) = retain {
+                let (path, log) = (disk.path.display(), disk.log());
+                let (log, kept) = (log.display(), retain_text(*kept));
+                print(format_args!("{path}: its log {log} keeps {kept}\n"));
+            }
+            Ok(())
         }
         DiskAction::Info { disk, json } => info(disk, *json),
         DiskAction::Check {

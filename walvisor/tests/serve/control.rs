@@ -87,10 +87,7 @@ fn each_change_tells_people_in_a_line() {
             "remove-disk b.img",
             "b.img: removed; the log keeps history, and with it this disk's newest records: open the disk together with its log",
         ),
-        (
-            "set-retain 5M",
-            "retain=5M: the log keeps the last 5 MiB of the log",
-        ),
+        ("set-retain 5M", "retain=5M: the log keeps its last 5 MiB"),
         ("set-retain off", "retain=off: the log keeps no history"),
         ("snapshot-delete three", "snapshot 'three' deleted"),
         ("checkpoint", "disk.img: checkpointed"),

@@ -2,12 +2,15 @@
 
 use std::fs;
 use std::path::Path;
+use std::process::{Command, Stdio};
 
+use rustix::process::Signal;
 use serde_json::Value;
+use walvisor_testkit::Process;
 use walvisor_testkit::nbd::{FLUSH, READ, RawClient, WRITE};
 
 use super::vhost_user::{BUFFER, Client};
-use super::{Daemon, MIB, create, metric, noise, text, walvisor};
+use super::{Daemon, MIB, WALVISOR, create, metric, noise, text, walvisor};
 use walvisor_storage::{StoreOptions, create_disk};
 
 const TRIM: u16 = 4;
@@ -192,6 +195,39 @@ fn looks_at_unreachable_points_are_refused() {
 #[track_caller]
 fn ctl(dir: &Path, words: &str) -> Value {
     serde_json::from_str(&told(dir, &format!("--json {words}"))).unwrap()
+}
+
+/// Who sets a retention reads in words what it means.
+#[test]
+fn an_amount_of_history_is_said_in_words() {
+    let dir = tempfile::tempdir().unwrap();
+    let dir = dir.path();
+    let created = walvisor(dir, "disk create a --size 1M --log log --retain 5M");
+    assert_eq!(
+        text(&created.stdout),
+        "a: its log log keeps its last 5 MiB\n",
+        "{}",
+        text(&created.stderr)
+    );
+    create(dir, "b", "1M");
+    let mut command = Command::new(WALVISOR);
+    command.args(["serve", "nbd", "--control", "ctl"]);
+    for disk in ["a,log=log,retain=24h", "b"] {
+        command.args(["--disk", &format!("path={disk},socket=s")]);
+    }
+    command
+        .current_dir(dir)
+        .stdin(Stdio::null())
+        .stdout(Stdio::piped());
+    let mut daemon = Process::spawn(&mut command);
+    let lines = daemon.first_lines(3);
+    assert_eq!(lines[2], "log log: keeps the history of the last 24h");
+    let told = ctl(dir, "set-retain all --disk a");
+    assert_eq!(told["keeps"], "all history, while the log has room");
+    let line = "retain=off: the log keeps no history\n";
+    assert_eq!(self::told(dir, "set-retain off --disk a"), line);
+    daemon.signal(Signal::TERM);
+    assert!(daemon.wait().unwrap().success());
 }
 
 /// The same as text.

@@ -31,11 +31,12 @@ use crate::commands::socket::{Sockets, remove_dead};
 use crate::commands::socket_names::SocketNames;
 use crate::control_socket::{ControlledProcess, Power, Server as ControlServer};
 use crate::disk_spec::{DiskArgument, DiskCommand, DiskSpec};
-use crate::disks::{self, ScratchFiles};
+use crate::disks::{self, ScratchFiles, group_by_log};
 use crate::landlock::AllowedPaths;
 use crate::memory_limit;
 use crate::metrics::{DiskMetrics, render_served};
 use crate::metrics_server::MetricsServer;
+use crate::point::retain_text;
 use crate::privileges::{self, ServiceUser};
 use crate::repeats;
 use crate::size::{human_size, parse_size};
@@ -243,6 +244,14 @@ fn serve(hotplug: &Hotplug, disks: Vec<OpenDisk>) -> Result<Vec<DiskInUse>, Comm
         let (name, place) = (&added.disk.name, &added.place);
         lines.push_str(&format!("serving {name}: {size} at {place}\n"));
         in_use.push(added.disk);
+    }
+    for (log, members) in group_by_log(specs) {
+        // `check` has refused disks of a log that disagree.
+        let mut wanted = members.iter().filter_map(|member| specs[*member].retain);
+        if let Some(retain) = wanted.next() {
+            let (log, kept) = (log.display(), retain_text(retain));
+            lines.push_str(&format!("log {log}: keeps {kept}\n"));
+        }
     }
     doors.start()?;
     announce(&lines);
