@@ -155,17 +155,22 @@ pub fn refuse_checkpoint(history: &LogHistory, disks: Vec<String>) -> Result<(),
     if history.retain == Retention::Nothing {
         return Ok(());
     }
-    let since = match history.horizon.unix_us {
-        0 => "the log began".to_owned(),
-        unix_us => time_text(unix_us),
-    };
     Err(format!(
         "its log keeps history (retain={}), and a checkpoint would end it for {}: what is there \
-         since {since} would be lost; to do that, add --give-up-history (in JSON: \
+         since {} would be lost; to do that, add --give-up-history (in JSON: \
          \"give_up_history\": true)",
         history.retain,
         disks.join(", "),
+        since_text(history.horizon.unix_us),
     ))
+}
+
+/// When a history begins. `unix_us`: of its horizon, or 0.
+pub fn since_text(unix_us: u64) -> String {
+    match unix_us {
+        0 => "the log began".to_owned(),
+        _ => time_text(unix_us),
+    }
 }
 
 /// The age of a time, which is in microseconds since 1970, in whole seconds.

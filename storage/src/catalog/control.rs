@@ -64,6 +64,14 @@ impl ControlFile {
         follows.map_or(unix_us, |rewind| rewind.unix_us.get())
     }
 
+    /// The ids of the disks, and the paths of their base images, empty where unknown.
+    pub(crate) fn members(&self) -> Vec<(u32, PathBuf)> {
+        let disks = self.control.disks.iter();
+        disks
+            .map(|disk| (disk.id.get(), disk.path(&self.home)))
+            .collect()
+    }
+
     /// The paths of the disks' base images, where known.
     pub(crate) fn image_paths(&self) -> Vec<PathBuf> {
         let disks = self.control.disks.iter();

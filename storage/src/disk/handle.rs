@@ -2,7 +2,7 @@
 
 use std::fs::File;
 use std::io;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
 use crate::catalog::mark_text::MarkText;
 use crate::catalog::options::{Resize, check_size};
@@ -164,6 +164,17 @@ impl Disk {
             ErrorKind::Io,
             format!("{dir}: the log takes no mark: {why}"),
         )
+    }
+
+    /// All disks on the log, open or not: their ids, and the paths of their base images when they
+    /// were last open, empty where unknown.
+    ///
+    /// # Errors
+    /// The log is open for reading only, or is being closed.
+    pub fn members(&self) -> Result<Vec<(u32, PathBuf)>> {
+        let (sent, members) = mpsc::channel();
+        self.log.order(KeeperTask::Members(sent))?;
+        members.recv().map_err(|_| self.log.closed())
     }
 
     /// The history of the log's disks.

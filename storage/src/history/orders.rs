@@ -47,6 +47,11 @@ impl Keeper {
                 self.change_history(|control| Snapshot::remove(name, control))
             }
             KeeperTask::SetRetention(retain) => self.change_history(|control| retain.set(control)),
+            KeeperTask::Members(members) => {
+                // The caller may be gone.
+                let _ = members.send(self.control.members());
+                Ok(())
+            }
             KeeperTask::Look(disk, user, held) => self.hold(&disk, user).map(|looked| {
                 // The caller may be gone.
                 let _ = held.send(looked);

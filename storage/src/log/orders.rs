@@ -66,6 +66,8 @@ pub(crate) enum KeeperTask {
     DeleteSnapshot(SnapshotName),
     /// Set the retention.
     SetRetention(Retention),
+    /// Send the ids of the log's disks, open or not, and the paths of their images.
+    Members(mpsc::Sender<Vec<(u32, PathBuf)>>),
     /// Pin what a look at a disk reads.
     Look(Arc<DiskState>, PinUser, mpsc::Sender<PinnedLog>),
     /// Restore a disk in place, and send the LSN of the rewind.
@@ -82,6 +84,7 @@ impl KeeperTask {
                 | Self::KeepPoint(_)
                 | Self::DeleteSnapshot(_)
                 | Self::SetRetention(_)
+                | Self::Members(_)
         )
     }
 }

@@ -1,16 +1,17 @@
 //! Carries out requests.
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 use std::ffi::OsStr;
 use std::fs::File;
 use std::os::fd::OwnedFd;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::sync::atomic::Ordering;
 
 use rustix::net::sockopt;
 use serde_json::{Value, json};
 use walvisor_devices::backend::{SECTOR_SIZE, flush};
 use walvisor_devices::throttle::{self};
+use walvisor_storage::{Disk, LogHistory, Retention};
 use walvisor_vmm::disk::DiskInUse;
 
 use super::command::{CacheChoice, ControlCommand, ControlError, Format, LimitChange, LookRequest};
@@ -465,8 +466,15 @@ impl ControlledProcess {
             Some(name) => vec![self.disk(Some(name))?],
             None => self.disks(),
         };
-        if !give_up_history {
-            disks.iter().try_for_each(|disk| self.refuse_loss(disk))?;
+        let mut given_up = BTreeMap::new();
+        for disk in &disks {
+            if !give_up_history {
+                self.refuse_loss(disk)?;
+            } else if let Some(log) = log_name(&*disk.backend)
+                && let Some((history, names)) = self.kept_history(disk)
+            {
+                given_up.insert(log, (names, history.horizon.unix_us));
+            }
         }
         let mut done = Vec::new();
         for disk in disks {
@@ -478,19 +486,53 @@ impl ControlledProcess {
                 .map_err(failed)?;
             done.push(disk.name.clone());
         }
-        Ok(json!({ "disks": done }))
+        let mut answer = json!({ "disks": done });
+        if !given_up.is_empty() {
+            let logs = given_up.iter().map(|(log, (disks, since))| {
+                json!({ "log": log, "disks": disks, "since_unix_us": since })
+            });
+            answer["history_given_up"] = logs.collect();
+        }
+        Ok(answer)
+    }
+
+    /// The history that the log of a disk keeps, if any, and the names of all disks that have it:
+    /// those that are not open have the paths that the log knows.
+    fn kept_history(&self, disk: &DiskLease) -> Option<(LogHistory, Vec<String>)> {
+        let logged = logged(&*disk.backend)?;
+        let history = logged.history();
+        if history.retain == Retention::Nothing {
+            return None;
+        }
+        let log = log_name(&*disk.backend);
+        let mut open = self.disks();
+        open.retain(|other| log_name(&*other.backend) == log);
+        let name_of = |id: u32| {
+            let number = |other: &&DiskLease| crate::disk::logged(&*other.backend).map(Disk::id);
+            let found = open.iter().find(|other| number(other) == Some(id));
+            found.map(|other| other.name.clone())
+        };
+        let named = |(id, path): (u32, PathBuf)| {
+            name_of(id).unwrap_or_else(|| match path.as_os_str().is_empty() {
+                true => format!("disk {id}"),
+                false => path.display().to_string(),
+            })
+        };
+        let names = match logged.members() {
+            Ok(members) => members.into_iter().map(named).collect(),
+            // The checkpoint will say why.
+            Err(_) => open.iter().map(|other| other.name.clone()).collect(),
+        };
+        Some((history, names))
     }
 
     /// Refuses a checkpoint of a disk whose log keeps history: the checkpoint would end it for all
     /// disks of the log.
     fn refuse_loss(&self, disk: &DiskLease) -> Result<(), ControlError> {
-        let Some(logged) = logged(&*disk.backend) else {
+        let Some((history, names)) = self.kept_history(disk) else {
             return Ok(());
         };
-        let mut on_log = self.disks();
-        on_log.retain(|other| log_name(&*other.backend) == log_name(&*disk.backend));
-        let names = on_log.iter().map(|other| other.name.clone());
-        refuse_checkpoint(&logged.history(), names.collect())
+        refuse_checkpoint(&history, names)
             .map_err(|error| ControlError::new(format_args!("disk '{}': {error}", disk.name)))
     }
 

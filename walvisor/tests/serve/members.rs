@@ -505,6 +505,43 @@ fn a_removed_disk_is_not_added_without_its_log() {
     assert_eq!(daemon.stop(), "");
 }
 
+/// Who gives up a log's history is told of all its disks, also of those that others have.
+#[test]
+fn a_checkpoint_names_all_disks_whose_history_it_ends() {
+    let dir = tempfile::tempdir().unwrap();
+    let dir = dir.path();
+    for disk in ["a", "b"] {
+        create(dir, disk, "1M --log log --retain all");
+    }
+    let daemon = Daemon::start(dir, "--control ctl --disk path=a,log=log,socket=s");
+    let b = fs::canonicalize(dir).unwrap().join("b");
+    let b = b.display();
+    let error = refused(dir, "checkpoint");
+    let part = format!("would end it for a, {b}: what is there since the log began would be lost");
+    assert!(error.contains(&part), "{error}");
+    let mut client = RawClient::extended(&dir.join("s"));
+    client.write(1, 0, &[1; 4096]);
+    client.flush(2);
+    let error = refused(dir, "checkpoint --disk a");
+    assert!(
+        error.contains(&format!("for a, {b}: what is there since 2")),
+        "{error}"
+    );
+    let output = walvisor(dir, "ctl ctl checkpoint --give-up-history");
+    let told = text(&output.stdout);
+    let line = format!("a: checkpointed; gave up the history of a, {b} since 2");
+    assert!(told.starts_with(&line), "{told}{}", text(&output.stderr));
+    client.write(3, 0, &[2; 4096]);
+    client.flush(4);
+    drop(client);
+    let given_up = ctl(dir, "checkpoint --give-up-history")["history_given_up"].clone();
+    let log = &given_up[0];
+    assert_eq!((&given_up[1], &log["log"]), (&Value::Null, &"log".into()));
+    assert_eq!(log["disks"], json!(["a", b.to_string()]));
+    assert!(log["since_unix_us"].as_u64() > Some(0), "{log}");
+    assert_eq!(daemon.stop(), "");
+}
+
 /// A daemon opens the images that it is told of, whatever its log says.
 #[test]
 fn an_image_that_only_the_log_names_is_not_opened_until_somebody_else_names_it() {

@@ -7,7 +7,7 @@ use serde_json::Value;
 
 use super::CtlRequest;
 use crate::metrics::unix_us;
-use crate::point::{age, history_text, time_text};
+use crate::point::{age, history_text, since_text, time_text};
 use crate::size::human_size;
 use crate::table::{Table, fit_terminal};
 
@@ -160,8 +160,12 @@ pub(super) fn shown(request: &CtlRequest, answer: &Value) -> String {
         CtlRequest::Checkpoint { .. } => match all(answer, "disks") {
             [] => "no disks".to_owned(),
             disks => {
-                let names: Vec<_> = disks.iter().map(text).collect();
-                format!("{}: checkpointed", names.join(", "))
+                let logs = all(answer, "history_given_up").iter().map(|log| {
+                    let since = since_text(log["since_unix_us"].as_u64().unwrap_or(0));
+                    let disks = names(all(log, "disks"));
+                    format!("; gave up the history of {disks} since {since}")
+                });
+                format!("{}: checkpointed{}", names(disks), logs.collect::<String>())
             }
         },
         CtlRequest::Snapshot { .. } => {
@@ -214,6 +218,12 @@ pub(super) fn shown(request: &CtlRequest, answer: &Value) -> String {
         CtlRequest::Shutdown { .. } => "shutting down".to_owned(),
     };
     format!("{}\n", line.replace(char::is_control, "?"))
+}
+
+/// Names in a row.
+fn names(of: &[Value]) -> String {
+    let names: Vec<_> = of.iter().map(text).collect();
+    names.join(", ")
 }
 
 /// The limits of a disk.
