@@ -21,9 +21,10 @@ use std::time::Duration;
 
 use rustix::io::Errno;
 use rustix::process::{Pid, Signal, WaitId, WaitIdOptions, getpid, kill_process, waitid};
+use walvisor::machine_memory::{check_guest_memory, machine_memory};
 use walvisor::net_spec::{NetLink, NetSpec};
 use walvisor::network;
-use walvisor::size::parse_size;
+use walvisor::size::{human_size, parse_size};
 
 use crate::cache::Cache;
 use crate::error::{Error, FileContext, Result};
@@ -64,7 +65,9 @@ pub struct OwnGuest {
     pub metrics_listen: Option<String>,
 }
 
-/// Bytes of memory that a guest may have in a nested machine, which has 4 GiB.
+/// Bytes of memory that a nested machine has.
+const NESTED_MACHINE: u64 = 4 << 30;
+/// Bytes of them that a guest may have.
 const MOST_NESTED_MEMORY: u64 = 3 << 30;
 
 impl OwnGuest {
@@ -78,6 +81,7 @@ impl OwnGuest {
         let (machine, reason) = Machine::choose();
         let reporter = Reporter::quiet(None);
         reporter.note(&reason);
+        self.check_memory(machine, machine_memory())?;
         let command_line = format!(
             "console=ttyS0 quiet reboot=t panic=-1 root={} {}",
             self.root, self.append
@@ -108,7 +112,6 @@ impl OwnGuest {
                 })
             }
             Machine::Nested => {
-                self.check_memory()?;
                 let network = self.network.as_deref();
                 let network = network.map(|spec| NestedNetwork::start(spec, &image));
                 let network = network.transpose()?;
@@ -148,18 +151,33 @@ impl OwnGuest {
         command.args(listen.flat_map(|address| ["--metrics-listen", address]));
     }
 
-    /// Whether a nested machine has enough memory for the guest. `walvisor run` checks that of this
-    /// machine.
-    fn check_memory(&self) -> Result<()> {
+    /// Whether there is enough memory for the guest, before images are made for it. `available`: the
+    /// bytes of memory and swap of this machine.
+    fn check_memory(&self, machine: Machine, available: u64) -> Result<()> {
         let memory = &self.memory;
         let refused = |reason: String| Err(Error::Unusable(format!("--memory {memory}: {reason}")));
-        match parse_size(memory) {
-            Err(reason) => refused(reason.to_string()),
-            Ok(bytes) if bytes > MOST_NESTED_MEMORY => refused(
+        let bytes = match parse_size(memory) {
+            Err(reason) => return refused(reason.to_string()),
+            Ok(bytes) => bytes,
+        };
+        if let Err(reason) = check_guest_memory(bytes) {
+            return refused(reason.to_owned());
+        }
+        let has = format!(
+            "this machine has {} of memory and swap",
+            human_size(available)
+        );
+        match machine {
+            Machine::Nested if bytes > MOST_NESTED_MEMORY => refused(
                 "the machine that QEMU emulates around the guest has 4 GiB: give at most 3G"
                     .to_owned(),
             ),
-            Ok(_) => Ok(()),
+            Machine::Nested if available < NESTED_MACHINE => Err(Error::Unusable(format!(
+                "the machine that QEMU emulates around the guest has 4 GiB, and {has}: boot the \
+                 guest where there is more"
+            ))),
+            Machine::Direct if bytes > available => refused(format!("{has}: give less")),
+            _ => Ok(()),
         }
     }
 }
@@ -271,5 +289,64 @@ impl Drop for Daemon {
         // Fails if it has already ended.
         let _ = kill_process(Pid::from_child(&self.child), Signal::TERM);
         let _ = self.child.wait();
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn memory_is_checked_against_the_machine_that_has_to_have_it() {
+        let check = |memory: &str, machine, available| {
+            let guest = OwnGuest {
+                image: PathBuf::new(),
+                root: String::new(),
+                append: String::new(),
+                cpus: 1,
+                memory: memory.to_owned(),
+                disks: Vec::new(),
+                network: None,
+                control: None,
+                metrics: None,
+                metrics_listen: None,
+            };
+            let checked = guest.check_memory(machine, available);
+            checked.map_err(|error| error.to_string())
+        };
+        let (direct, nested) = (Machine::Direct, Machine::Nested);
+        for (memory, machine, available) in [
+            ("8G", direct, 8 << 30),
+            ("3G", nested, 4 << 30),
+            ("512M", nested, 4 << 30),
+        ] {
+            assert_eq!(check(memory, machine, available), Ok(()));
+        }
+        for (memory, machine, available, part) in [
+            (
+                "8G",
+                direct,
+                7 << 30,
+                "this machine has 7 GiB of memory and swap: give less",
+            ),
+            ("2T", direct, 4 << 40, "give a multiple of 4K from 1M to 1T"),
+            (
+                "5000",
+                nested,
+                8 << 30,
+                "give a multiple of 4K from 1M to 1T",
+            ),
+            ("much", direct, 8 << 30, "a number of bytes"),
+            ("8G", nested, 16 << 30, "has 4 GiB: give at most 3G"),
+            (
+                "1G",
+                nested,
+                2 << 30,
+                "has 4 GiB, and this machine has 2 GiB",
+            ),
+        ] {
+            let refused = check(memory, machine, available).unwrap_err();
+            assert!(refused.contains(part), "{memory}: {refused}");
+        }
     }
 }

@@ -48,7 +48,8 @@ enum Action {
         /// A network, as 'walvisor run --net' takes it; where the guest is nested, only passt
         #[arg(long = "net", value_name = "SPEC")]
         network: Option<String>,
-        /// Listen here for 'walvisor ctl'
+        /// Listen here for 'walvisor ctl'; where the guest is nested, the daemon of its disks does,
+        /// which knows nothing of the guest
         #[arg(long, value_name = "SOCKET")]
         control: Option<PathBuf>,
         /// Write metrics as Prometheus text at the end

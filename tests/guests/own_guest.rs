@@ -204,24 +204,28 @@ fn a_guest_ends_with_a_line_when_its_disks_daemon_is_killed() {
     assert!(said.contains("has ended: the guest is stopped"), "{said}");
 }
 
+/// Before an image is fetched or built for it.
 #[test]
-fn more_memory_than_a_nested_machine_has_is_refused() {
-    if Machine::choose().0 != Machine::Nested {
-        return println!("skipped: only a nested machine has a limit of its own");
-    }
+fn more_memory_than_there_is_is_refused_at_once() {
     let dir = tempfile::tempdir().unwrap();
-    fs::write(dir.path().join("disk.img"), []).unwrap();
-    let (mut child, _) = boot(dir.path(), &["disk.img", "--memory", "8G"]);
-    assert_eq!(child.wait().unwrap().code(), Some(1));
-    let mut said = String::new();
-    child
-        .stderr
-        .take()
-        .unwrap()
-        .read_to_string(&mut said)
-        .unwrap();
-    assert!(
-        said.contains("--memory 8G: ") && said.contains("give at most 3G"),
-        "{said}"
-    );
+    let dir = dir.path();
+    fs::write(dir.join("disk.img"), []).unwrap();
+    for (machine, memory, part) in [
+        ("nested", "8G", "give at most 3G"),
+        ("direct", "2T", "give a multiple of 4K from 1M to 1T"),
+    ] {
+        let output = Command::new(program("walvisor-guest-images", "dev").unwrap())
+            .args(["--cache", "cache", "boot", "disk.img", "--memory", memory])
+            .arg("--walvisor")
+            .arg(binary())
+            .env("WALVISOR_MACHINE", machine)
+            .current_dir(dir)
+            .output()
+            .unwrap();
+        let said = String::from_utf8_lossy(&output.stderr);
+        assert_eq!(output.status.code(), Some(1), "{said}");
+        let what = format!("--memory {memory}: ");
+        assert!(said.contains(&what) && said.contains(part), "{said}");
+        assert_eq!(fs::read_dir(dir.join("cache")).unwrap().count(), 0);
+    }
 }

@@ -69,6 +69,7 @@ const WALVISOR: &[&[&str]] = &[
         "disk",
         "disk_spec",
         "guest_file",
+        "machine_memory",
         "metrics_server",
         "net_spec",
         "network",

@@ -21,6 +21,7 @@ use walvisor_vmm::disk::{DeviceKind, OpenDisk};
 use crate::disk_spec::{
     BackendKind, DiskCache, DiskCommand, DiskSpec, MAX_QUEUES, MAX_SERIAL_BYTES,
 };
+use crate::machine_memory::machine_memory;
 use crate::progress::with_bar;
 
 /// How long closing a log may copy it to the images by default.
@@ -416,13 +417,6 @@ fn check_free_memory(spec: &DiskSpec) -> Result<(), String> {
         spec.name(),
         budget.free()
     ))
-}
-
-/// This machine's memory and swap together, in bytes.
-pub(crate) fn machine_memory() -> u64 {
-    let memory = rustix::system::sysinfo();
-    let unit = u64::from(memory.mem_unit);
-    (memory.totalram + memory.totalswap).saturating_mul(unit)
 }
 
 /// Refuses RAM disks that are larger than this machine's memory and swap together.

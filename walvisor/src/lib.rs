@@ -18,6 +18,7 @@ pub mod disks;
 mod guest_file;
 pub mod landlock;
 pub mod lio;
+pub mod machine_memory;
 pub mod memory_limit;
 pub mod metrics;
 pub mod metrics_server;

@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 
 use clap::Args;
 use walvisor_vmm::arch::x86_64::linux::{self, LinuxImage};
-use walvisor_vmm::arch::x86_64::{crash, layout, start_state};
+use walvisor_vmm::arch::x86_64::{crash, start_state};
 use walvisor_vmm::control::RunEnd;
 use walvisor_vmm::devices::console::Console;
 use walvisor_vmm::disk::OpenDisk;
@@ -27,6 +27,7 @@ use crate::control_socket::{CONTROL_MODE, ControlledProcess, Server};
 use crate::disk_spec::{DiskArgument, DiskCommand, DiskSpec};
 use crate::disks;
 use crate::landlock::AllowedPaths;
+use crate::machine_memory::{check_guest_memory, machine_memory};
 use crate::metrics::{DiskMetrics, RunMetrics, render};
 use crate::metrics_server::MetricsServer;
 use crate::net_spec::{NetArgument, NetLink, NetSpec};
@@ -206,14 +207,9 @@ fn check(arguments: &RunArguments) -> Result<(), CommandError> {
         ));
     }
     let memory = arguments.memory;
-    if !(layout::LEAST_MEMORY..=layout::MOST_MEMORY).contains(&memory)
-        || !memory.is_multiple_of(4096)
-    {
-        return Err(CommandError::Usage(format!(
-            "--memory {memory}: give a multiple of 4K from 1M to 1T, such as 512M"
-        )));
-    }
-    let machine = disks::machine_memory();
+    check_guest_memory(memory)
+        .map_err(|reason| CommandError::Usage(format!("--memory {memory}: {reason}")))?;
+    let machine = machine_memory();
     if memory > machine && !arguments.overcommit {
         return Err(CommandError::Usage(format!(
             "--memory {memory}: this machine has {machine} bytes of memory and swap: give less, or \
