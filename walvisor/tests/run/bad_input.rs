@@ -73,6 +73,50 @@ fn help_lists_the_keys_of_a_disk() {
     }
 }
 
+/// Options stand with those of their subject, and keys too.
+#[test]
+fn help_of_run_has_headings() {
+    let help = walvisor("run --help", &[]).stdout;
+    let help = String::from_utf8(help).unwrap();
+    let mut headings: Vec<(&str, Vec<&str>)> = Vec::new();
+    for line in help.lines() {
+        if let Some(heading) = line.strip_suffix(':').filter(|text| !text.starts_with(' ')) {
+            headings.push((heading, vec![]));
+        } else if let (Some((_, options)), Some(at)) = (headings.last_mut(), line.find("--"))
+            && line[..at].trim().len() <= "-h,".len()
+        {
+            let name = &line[at..];
+            options.push(name.split([' ', '[', '=']).next().unwrap());
+        }
+    }
+    let names: Vec<_> = headings.iter().map(|(name, _)| *name).collect();
+    assert_eq!(
+        names,
+        [
+            "Options",
+            "Guest",
+            "Devices",
+            "Process",
+            "The disk",
+            "Its device",
+            "Its limits",
+            "Its log"
+        ]
+    );
+    for (heading, option) in [
+        ("Guest", "--kernel"),
+        ("Guest", "--memory"),
+        ("Devices", "--disk"),
+        ("Devices", "--net"),
+        ("Process", "--control"),
+        ("Process", "--seccomp"),
+    ] {
+        let of = headings.iter().filter(|(_, all)| all.contains(&option));
+        let of: Vec<_> = of.map(|(name, _)| *name).collect();
+        assert_eq!(of, [heading], "{option}: {help}");
+    }
+}
+
 #[test]
 fn help_and_version_exit_with_success() {
     for (arguments, first) in [
