@@ -10,6 +10,7 @@ use std::time::{Duration, Instant};
 use rustix::process::Signal;
 use serde_json::{Value, json};
 use walvisor_testkit::{Process, http};
+use walvisor_tests::{have, metrics_complaints};
 
 use crate::kernel::{self, KernelAction};
 use crate::{command, has_kvm, stderr, wait_for};
@@ -258,6 +259,9 @@ fn a_guest_is_looked_at_paused_and_resumed() {
         "walvisor_start_to_first_instruction_seconds ",
     ] {
         assert!(text.contains(metric), "{metric}: {text}");
+    }
+    if have("promtool", "prometheus") {
+        assert_eq!(metrics_complaints(&text), "", "{text}");
     }
     assert!(guest.ctl("stats").unwrap().contains("running"));
     guest.ctl("pause").unwrap();
