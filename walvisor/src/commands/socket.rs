@@ -168,9 +168,9 @@ pub fn bind_late(path: &Path, mode: u32) -> Result<(UnixListener, LateName), Str
     Ok((listener.into(), LateName(Name { place, id })))
 }
 
-/// Removes the sockets beneath a directory that no server listens at any more: a killed process has
-/// left those of disks that were added to it, and the next process cannot ask who listens once it
-/// serves. What can't be told stays.
+/// Removes the sockets of [`bind_late`] beneath a directory that no server listens at any more: a
+/// killed process has left them, and the next process cannot ask who listens once it serves. Other
+/// programs' sockets stay, and so does what can't be told.
 pub fn remove_dead(directory: &Path) {
     let Ok(entries) = fs::read_dir(directory) else {
         return;
@@ -184,7 +184,8 @@ pub fn remove_dead(directory: &Path) {
                     continue;
                 };
                 // A server that starts beside this one has the lock while it binds.
-                if let Ok(_locked) = place.lock()
+                if place.is_marked() == Ok(true)
+                    && let Ok(_locked) = place.lock()
                     && place.is_alive() == Ok(false)
                 {
                     // If it stays, the disk of that socket is refused with a line.
@@ -298,16 +299,23 @@ mod tests {
     }
 
     #[test]
-    fn only_dead_sockets_are_removed() {
+    fn only_dead_sockets_of_this_program_are_removed() {
         let directory = tempfile::tempdir().unwrap();
         let at = |name: &str| directory.path().join(name);
         fs::create_dir_all(at("a/b")).unwrap();
-        let alive = UnixListener::bind(at("alive")).unwrap();
+        // A killed process drops no names.
+        let bind_at = |name: &str| {
+            let (listener, late) = bind_late(&at(name), 0o660).unwrap();
+            std::mem::forget(late);
+            listener
+        };
+        let alive = bind_at("alive");
+        drop(UnixListener::bind(at("another's")).unwrap());
         let _datagrams = UnixDatagram::bind(at("datagrams")).unwrap();
         fs::write(at("file"), "x").unwrap();
         std::os::unix::fs::symlink("/", at("link")).unwrap();
         for dead in ["dead", "a/b/dead"] {
-            drop(UnixListener::bind(at(dead)).unwrap());
+            drop(bind_at(dead));
         }
         // A child process of another test may hold a copy of a socket until it runs its program.
         let began = Instant::now();
@@ -317,7 +325,7 @@ mod tests {
         }
         assert!(UnixStream::connect(at("alive")).is_ok());
         drop(alive);
-        for kept in ["datagrams", "file", "link"] {
+        for kept in ["another's", "datagrams", "file", "link"] {
             assert!(at(kept).symlink_metadata().is_ok(), "{kept}");
         }
     }

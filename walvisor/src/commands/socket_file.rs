@@ -29,6 +29,10 @@ const BACKLOG: i32 = 128;
 /// Pause between two attempts.
 const REST: Duration = Duration::from_millis(5);
 
+/// What the mode of a socket has from the moment that it [listens](SocketPlace::listen) until its
+/// name is removed: the sticky bit, which means nothing there, so that other programs don't set it.
+const MARK: Mode = Mode::SVTX;
+
 /// A place in the file system where a socket can be bound.
 #[derive(Debug)]
 pub(super) struct SocketPlace {
@@ -68,6 +72,12 @@ impl SocketPlace {
         statat(&self.directory, &self.name, AtFlags::SYMLINK_NOFOLLOW)
     }
 
+    /// Whether a process of this program has made what is at this place, a socket, with
+    /// [`listen`](Self::listen).
+    pub(super) fn is_marked(&self) -> Result<bool, Errno> {
+        Ok(Mode::from_raw_mode(self.stat()?.st_mode).contains(MARK))
+    }
+
     /// Whether a server listens at the socket at this place.
     pub(super) fn is_alive(&self) -> Result<bool, Errno> {
         let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
@@ -80,8 +90,9 @@ impl SocketPlace {
         }
     }
 
-    /// Makes a socket at this place with these permissions, and listens there.
+    /// Makes a socket at this place with these permissions and the mark, and listens there.
     pub(super) fn listen(&self, mode: Mode) -> Result<OwnedFd, Errno> {
+        let mode = mode | MARK;
         let socket = socket_with(
             AddressFamily::UNIX,
             SocketType::STREAM,
