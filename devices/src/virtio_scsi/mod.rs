@@ -5,7 +5,8 @@
 //!   queue 1, events:    a unit has another capacity
 //!   queue 2 …, requests: chain ── parse ─▶ UnitQueue of the unit ── Task ─▶ BackendQueue
 //! ```
-//! A unit that its owner has paused, or whose limits hold its commands, does not hold up the others.
+//! A unit that its owner has paused, or whose limits hold its commands, does not hold up the
+//! others.
 //!
 //! ```
 //! use std::sync::Arc;
