@@ -284,6 +284,53 @@ fn an_export_of_which_the_target_does_not_answer_can_be_given_up() {
     drop(frozen);
 }
 
+/// The guest overwrites the whole disk while the target does not answer, and the log's file system
+/// has 64 KiB left for that.
+#[test]
+fn an_export_ends_when_what_it_needs_finds_no_space() {
+    let Some((_image, slow)) = small_fs() else {
+        return;
+    };
+    let Some(small) = MemoryFs::tmpfs("size=16m") else {
+        return;
+    };
+    for retain in [Retention::Nothing, Retention::All] {
+        let place = Place::empty_in(small.path());
+        let (store, _) = modified(&place, retain);
+        let disk = &store.disks()[0];
+        // The log and the image get all their blocks.
+        let mut port = disk.open_port().unwrap();
+        for number in 0..3 * ROOM / WRITE as u64 {
+            let sector = number % (SIZE / WRITE) as u64 * (WRITE / 512) as u64;
+            let data = fill(number as u8, WRITE / 512);
+            run(&mut port, Operation::Write { sector, data }).unwrap();
+            flush(&mut port);
+        }
+        drop(port);
+        let free = rustix::fs::statvfs(small.path()).unwrap();
+        let free = (free.f_bavail * free.f_frsize) as usize;
+        let filler = small.path().join("filler");
+        std::fs::write(&filler, vec![1; free - (64 << 10)]).unwrap();
+        let path = slow.path().join("export");
+        let target = File::create_new(&path).unwrap();
+        let mut frozen = Some(slow.freeze());
+        let limit = Instant::now() + Duration::from_secs(100);
+        let mut each = |guest: &Guest| {
+            assert!(Instant::now() < limit, "the guest stands still");
+            if guest.written() > 2 * ROOM {
+                frozen = None;
+            }
+            true
+        };
+        let error = export_beside_writer(disk, None, target, &mut each).unwrap_err();
+        assert!(error.to_string().contains("could not be saved"), "{error}");
+        assert_eq!(saved_files(&place), 0);
+        std::fs::remove_file(&filler).unwrap();
+        std::fs::remove_file(&path).unwrap();
+        store.close().unwrap();
+    }
+}
+
 #[test]
 fn an_export_that_is_given_up_leaves_nothing() {
     let place = Place::empty();

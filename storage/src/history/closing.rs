@@ -72,17 +72,15 @@ impl Keeper {
         Ok(whole && !spilled)
     }
 
-    /// Removes the points that are kept for exports. The exports see that the log is closing, and
-    /// fail.
-    fn end_exports(&mut self) -> Result<()> {
-        let snapshots = Snapshot::all(&self.control.control);
-        if snapshots
-            .iter()
-            .any(|snapshot| snapshot.name.is_of_export())
-        {
+    /// Removes the points that are kept for exports, which then fail. Returns whether there were
+    /// any.
+    pub(super) fn end_exports(&mut self) -> Result<bool> {
+        let mut snapshots = self.control.control.snapshots.iter();
+        let exported = snapshots.any(Snapshot::is_of_export);
+        if exported {
             self.change_history(Snapshot::remove_exports)?;
         }
-        Ok(())
+        Ok(exported)
     }
 
     /// If there are snapshots, waits until a write by another program would get a later mtime than

@@ -43,12 +43,21 @@ impl Keeper {
         medium: MediumCost,
     ) -> Result<bool> {
         loop {
-            match self.try_to_save(until, layers, pace, medium)? {
-                SaveOutcome::Complete => return Ok(true),
-                SaveOutcome::TimeUp => return Ok(false),
+            match self.try_to_save(until, layers, pace, medium) {
+                Ok(SaveOutcome::Complete) => return Ok(true),
+                Ok(SaveOutcome::TimeUp) => return Ok(false),
                 // Older snapshots may need the same in files of their own.
-                SaveOutcome::Deleted => self.enter(CopyEvent::SnapshotDeleted),
+                Ok(SaveOutcome::Deleted) => {}
+                // An export must not stop the disks.
+                Err(error) if self.end_exports()? => {
+                    let dir = self.log.dir.display();
+                    tracing::warn!(
+                        "log {dir}: exports end, because what they need can't be saved: {error}"
+                    );
+                }
+                Err(error) => return Err(error),
             }
+            self.enter(CopyEvent::SnapshotDeleted);
         }
     }
 

@@ -75,6 +75,11 @@ impl<'a> KeptPoint<'a> {
     fn look(&self) -> Result<Look> {
         let held = self.disk.hold(PinUser::Export)?;
         let (log, state) = (&self.disk.log, &self.disk.state);
+        if Snapshot::find(self.name, &held.control).is_err() {
+            return Err(ended_early(
+                "what it needs could not be saved beside the log; make room there, then export again",
+            ));
+        }
         Look::pinned(log, state, Point::Snapshot(self.name), held, None)
     }
 

@@ -3,10 +3,14 @@
 use std::path::Path;
 
 use super::fixture::{Fixture, RunningStore, Shape, carry_out, control_of, filled};
-use super::history::SECTORS;
+use super::history::{History, SECTORS};
 use super::live::values;
 use super::medium::{LOG, World};
+use crate::error::ErrorKind;
 use crate::format::Control;
+use crate::log::orders::KeeperTask;
+use crate::log::pin::PinUser;
+use crate::offline::live_export::point_to_keep;
 use crate::offline::view::View;
 use crate::recovery::contents::VerifyScope;
 use crate::recovery::scan::scan;
@@ -126,4 +130,47 @@ fn a_snapshot_of_another_disk_hides_no_point_wherever_a_checkpoint_is_cut() {
         assert_eq!(shown[8], 2, "after {ticks} operations");
     }
     assert!(saved > 0, "no cut between what was saved and the horizon");
+}
+
+/// The copy goes on to its own LSN, and would pass the point in the middle of the export.
+#[test]
+fn an_export_does_not_begin_inside_a_copy_that_failed() {
+    let begun = (0..20).filter(|after| {
+        let fixture = Fixture::new(World::new(3), Shape::one_disk(SECTORS, 8));
+        let mut running = fixture.open(false, CommitWait::NONE).unwrap();
+        running.keeper.step(false).unwrap();
+        let disk = running.disks[0].clone();
+        let mut port = disk.open_port().unwrap();
+        for value in 1..4 {
+            let (sector, data) = (8, filled(value, 8));
+            carry_out(&mut running, &mut port, Operation::Write { sector, data }).unwrap();
+            carry_out(&mut running, &mut port, Operation::Flush).unwrap();
+        }
+        drop(port);
+        running.finish_writer();
+        let newest = running.appended();
+        fixture.medium.lock().fail_write = Some(*after);
+        let failed = running.keeper.step(true).is_err();
+        let announced = running.keeper.control.control.header.copying_lsn > 0;
+        if !failed || announced || running.keeper.frozen_at != Some(newest) {
+            return false;
+        }
+        // Not at once.
+        disk.log.lock().keeper.checkpoint = false;
+        let held = running.keeper.hold(&disk.state, PinUser::Export).unwrap();
+        let mut keep = |at| {
+            let point = point_to_keep(&disk, at, &held).unwrap();
+            History::order(&mut running, KeeperTask::KeepPoint(point))
+        };
+        let refused = keep(Point::Lsn(newest - 1)).unwrap_err();
+        assert_eq!(refused.kind(), ErrorKind::NotFound, "{refused}");
+        assert!(
+            refused
+                .to_string()
+                .contains(&format!("up to LSN {newest};"))
+        );
+        keep(Point::Newest).unwrap();
+        true
+    });
+    assert!(begun.count() > 0);
 }

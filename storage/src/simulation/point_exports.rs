@@ -7,12 +7,12 @@
 use std::fs::File;
 use std::os::unix::fs::FileExt;
 
-use super::fixture::{Fixture, RunningStore, Shape, carry_out, filled};
+use super::fixture::RunningStore;
 use super::history::{History, SECTORS};
 use super::live::file_in_memory;
-use super::medium::World;
 use super::oracle::{Violation, value_of};
 use super::trace;
+use crate::SECTOR_SIZE;
 use crate::catalog::snapshot::{Snapshot, SnapshotName};
 use crate::disk::handle::Disk;
 use crate::error::{Error, ErrorKind};
@@ -25,7 +25,6 @@ use crate::offline::live_export::{
     CopyProgress, TargetWork, point_to_keep, refuse_obstruction, should_give_way,
 };
 use crate::sync::atomic::Ordering;
-use crate::{CommitWait, Operation, SECTOR_SIZE};
 
 const SIZE: u64 = SECTORS * SECTOR_SIZE;
 
@@ -243,47 +242,4 @@ impl History {
             Err(error) => self.excuse(running, "letting go of a point", &error),
         }
     }
-}
-
-/// The copy goes on to its own LSN, and would pass the point in the middle of the export.
-#[test]
-fn an_export_does_not_begin_inside_a_copy_that_failed() {
-    let begun = (0..20).filter(|after| {
-        let fixture = Fixture::new(World::new(3), Shape::one_disk(SECTORS, 8));
-        let mut running = fixture.open(false, CommitWait::NONE).unwrap();
-        running.keeper.step(false).unwrap();
-        let disk = running.disks[0].clone();
-        let mut port = disk.open_port().unwrap();
-        for value in 1..4 {
-            let (sector, data) = (8, filled(value, 8));
-            carry_out(&mut running, &mut port, Operation::Write { sector, data }).unwrap();
-            carry_out(&mut running, &mut port, Operation::Flush).unwrap();
-        }
-        drop(port);
-        running.finish_writer();
-        let newest = running.appended();
-        fixture.medium.lock().fail_write = Some(*after);
-        let failed = running.keeper.step(true).is_err();
-        let announced = running.keeper.control.control.header.copying_lsn > 0;
-        if !failed || announced || running.keeper.frozen_at != Some(newest) {
-            return false;
-        }
-        // Not at once.
-        disk.log.lock().keeper.checkpoint = false;
-        let held = running.keeper.hold(&disk.state, PinUser::Export).unwrap();
-        let mut keep = |at| {
-            let point = point_to_keep(&disk, at, &held).unwrap();
-            History::order(&mut running, KeeperTask::KeepPoint(point))
-        };
-        let refused = keep(Point::Lsn(newest - 1)).unwrap_err();
-        assert_eq!(refused.kind(), ErrorKind::NotFound, "{refused}");
-        assert!(
-            refused
-                .to_string()
-                .contains(&format!("up to LSN {newest};"))
-        );
-        keep(Point::Newest).unwrap();
-        true
-    });
-    assert!(begun.count() > 0);
 }

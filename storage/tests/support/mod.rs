@@ -39,7 +39,12 @@ impl Place {
 
     /// A directory without a disk.
     pub fn empty() -> Self {
-        let dir = tempfile::tempdir().unwrap();
+        Self::empty_in(&std::env::temp_dir())
+    }
+
+    /// The same beneath `parent`.
+    pub fn empty_in(parent: &Path) -> Self {
+        let dir = tempfile::tempdir_in(parent).unwrap();
         let disk = dir.path().join("disk.img");
         Self { _dir: dir, disk }
     }
