@@ -18,6 +18,8 @@
 
 mod absences;
 #[cfg(not(feature = "shuttle"))]
+mod atomic;
+#[cfg(not(feature = "shuttle"))]
 mod bench;
 mod bytes;
 #[cfg(not(feature = "shuttle"))]
