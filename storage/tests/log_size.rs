@@ -140,7 +140,7 @@ fn a_log_that_keeps_bytes_is_not_made_smaller_than_these() {
         let error = resize_log(&place.log(), size * MIB).unwrap_err();
         assert_eq!(error.kind(), ErrorKind::InvalidInput, "{size}");
         let text = error.to_string();
-        assert!(text.contains("keeps the newest 8388608 bytes"), "{text}");
+        assert!(text.contains("keeping 8388608 bytes of history"), "{text}");
         assert!(text.contains("takes a log of 12582912 bytes"), "{text}");
         assert!(text.contains("set-retain"), "{text}");
     }
