@@ -32,7 +32,7 @@ truncate -s 16M whole
 for cycle in 1 2 3 4 5 6; do
     # As one disk, and as one with larger blocks.
     blocks=$((cycle % 2 ? 512 : 4096))
-    ctl add-disk path=disks/changes.img,log=log,block-size=$blocks >added || say 'not added'
+    ctl add-disk --json path=disks/changes.img,log=log,block-size=$blocks >added || say 'not added'
     changes=$(sed -n 's|.*"place":"/dev/\([a-z]*\) .*|\1|p' added)
     [ "$(sum /dev/$changes)" = "$(sum whole)" ] && say "cycle $cycle: blocks of $(cat /sys/block/$changes/queue/logical_block_size), all is there"
     dd if=/dev/urandom of=part bs=64k count=4 2>/dev/null
@@ -41,7 +41,7 @@ for cycle in 1 2 3 4 5 6; do
     # Written without a sync: removing the disk flushes it.
     dd if=part of=/dev/$changes bs=64k seek=$((cycle * 5 + 100)) conv=notrunc 2>/dev/null
     dd if=part of=whole bs=64k seek=$((cycle * 5 + 100)) conv=notrunc 2>/dev/null
-    ctl remove-disk changes | sed 's/^/guest: /'
+    ctl remove-disk --json changes | sed 's/^/guest: /'
     cmp disks/changes.img whole || say 'the image is not complete'
     [ -e /sys/block/$changes ] && say "$changes is still there"
     walvisor serve tcmu --list | grep -c . | sed 's/^/guest: in the target: /'
@@ -74,16 +74,16 @@ fails walvisor ctl control remove-disk changes
 dd if=$config/target/core/user_0/stays/enable of=/dev/null 2>/dev/null || say 'the other disk has gone'
 rm $other/tpgt_1/lun/lun_0/changes
 rmdir $other/tpgt_1/lun/lun_0 && echo NULL >$other/tpgt_1/nexus && rmdir $other/tpgt_1 $other
-ctl remove-disk changes | sed 's/^/guest: /'
+ctl remove-disk --json changes | sed 's/^/guest: /'
 
 # A pause does not hold a removal up, and all disks but one that is added later can go.
 ctl add-disk path=disks/changes.img,log=log >/dev/null || say 'not added'
 ctl pause >/dev/null
-ctl remove-disk changes | sed 's/^/guest: /'
+ctl remove-disk --json changes | sed 's/^/guest: /'
 ctl resume >/dev/null
 
 # A kill: the disk that was added is given to the next daemon as one of its command line.
-ctl add-disk path=disks/changes.img,log=log,cache=writethrough >added || say 'not added'
+ctl add-disk --json path=disks/changes.img,log=log,cache=writethrough >added || say 'not added'
 changes=$(sed -n 's|.*"place":"/dev/\([a-z]*\) .*|\1|p' added)
 dd if=part of=/dev/$changes bs=64k oflag=direct conv=notrunc 2>/dev/null
 dd if=part of=whole bs=64k conv=notrunc 2>/dev/null
@@ -97,6 +97,6 @@ say "killed: status $?"
 cat changing.log
 serve again --disk path=disks/stays.img,log=log --disk path=disks/changes.img,log=log,cache=writethrough --control control
 [ "$(sum /dev/$changes)" = "$(sum whole)" ] && say 'after the kill all is there'
-ctl remove-disk stays | sed 's/^/guest: /'
+ctl remove-disk --json stays | sed 's/^/guest: /'
 stop again
 left

@@ -19,10 +19,10 @@ until [ -s served ]; do
 done
 echo "job: $(cat served)"
 # Disks that come and go. This kernel has Landlock, which holds all the while.
-add() { walvisor ctl control add-disk path=disks/later.img,fabric=$1,wwn=naa.5001405000000043; }
+add() { walvisor ctl control add-disk --json path=disks/later.img,fabric=$1,wwn=naa.5001405000000043; }
 for time in 1 2; do
     echo "job: added at $(add vhost | sed 's/.*"place":"\([^"]*\)".*/\1/')"
-    [ $time = 2 ] || echo "job: $(walvisor ctl control remove-disk later)"
+    [ $time = 2 ] || echo "job: $(walvisor ctl control remove-disk --json later)"
 done
 walvisor ctl control remove-disk later >/dev/null
 add loop 2>missing
