@@ -88,7 +88,7 @@ fn rings_of_random_bytes_do_no_harm(kind: Kind) {
     let mut driver = start(kind, disks(), 2, EVERYTHING);
     let mut random = Random(7);
     let page = driver.allocate(0x10000);
-    for round in 0..200 {
+    for round in 0..1000 {
         // Headers of commands and functions, with addresses that are mostly right.
         for at in 0..8 {
             let mut bytes: Vec<u8> = (0..64).map(|_| random.below(256) as u8).collect();
