@@ -6,8 +6,8 @@ mod support;
 use support::{compare, number, rows, texts};
 use walvisor_guest_images::obstacle;
 
-/// The paths of user-mode Linux, of a machine with KVM, and of one with a newer kernel, in the order
-/// of their turns.
+/// The paths of user-mode Linux, of a machine with KVM, and of one with a newer kernel, in turn
+/// order.
 const USER_MODE: [&str; 4] = ["vhost-user", "tcmu in a guest", "tcmu", "nbd"];
 const MACHINE: [&str; 7] = [
     "virtio-mmio ioeventfd",

@@ -151,8 +151,8 @@ impl OwnGuest {
         command.args(listen.flat_map(|address| ["--metrics-listen", address]));
     }
 
-    /// Whether there is enough memory for the guest, before images are made for it. `available`: the
-    /// bytes of memory and swap of this machine.
+    /// Refuses a guest with more memory than this machine has, before images are made for it.
+    /// `available`: the bytes of memory and swap of this machine.
     fn check_memory(&self, machine: Machine, available: u64) -> Result<()> {
         let memory = &self.memory;
         let refused = |reason: String| Err(Error::Unusable(format!("--memory {memory}: {reason}")));

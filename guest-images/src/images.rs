@@ -18,9 +18,6 @@ use crate::reporter::Reporter;
 use crate::scratch::ScratchDir;
 use crate::userland::{FileTree, make_ext4};
 
-/// The modules of a machine with a newer kernel, whose user-space block driver jobs use.
-const NEWER_MODULES: [&str; 5] = ["virtio_pci", "virtio_blk", "ext4", "kvm_amd", "ublk_drv"];
-
 /// Incremented when the builder changes what it makes of the same inputs.
 const BUILDER: &[u8] = b"8";
 
@@ -71,6 +68,9 @@ const OUTER_MODULES: [&str; 9] = [
 const SCSI_MODULES: [&str; 4] = ["target_core_user", "tcm_loop", "vhost_scsi", "sd_mod"];
 /// The modules of a guest with Debian's newer kernel, which has a SCSI disk.
 const NEWER_GUEST_MODULES: [&str; 4] = ["virtio_pci", "virtio_blk", "virtio_scsi", "sd_mod"];
+/// The modules of a machine around a job, with that kernel: the job uses its user-space block
+/// driver.
+const NEWER_OUTER_MODULES: [&str; 5] = ["virtio_pci", "virtio_blk", "ext4", "kvm_amd", "ublk_drv"];
 /// Host programs that the build needs, each with its package.
 const BUILD_NEEDS: [(&str, &str); 8] = [
     ("dpkg-deb", "dpkg"),
@@ -147,8 +147,8 @@ impl GuestImages {
         Ok(Self { directory })
     }
 
-    /// `vmlinuz`, `initramfs-base.cpio` and an empty `initramfs-fio.cpio` of a guest with Debian's
-    /// newer kernel, 6.12, whose SCSI disks have atomic writes.
+    /// `vmlinuz`, `initramfs-base.cpio`, an empty `initramfs-fio.cpio` and `initramfs-outer.cpio`
+    /// with Debian's newer kernel, 6.12, which knows atomic writes and user-space block devices.
     ///
     /// # Errors
     /// As [`ensure`](Self::ensure).
@@ -157,8 +157,13 @@ impl GuestImages {
         let scratch = ScratchDir::new(cache, reporter)?;
         let packages = packages::resolve(&packages::NEWER_PACKAGES, scratch.path(), reporter)?;
         let list = packages::list(&packages);
-        let inputs = [BUILDER, list.as_bytes(), GUEST_INIT.as_bytes()];
-        let directory = cache.entry("scsi", &inputs, reporter, |directory| {
+        let inputs = [
+            BUILDER,
+            list.as_bytes(),
+            GUEST_INIT.as_bytes(),
+            OUTER_INIT.as_bytes(),
+        ];
+        let directory = cache.entry("newer", &inputs, reporter, |directory| {
             let unpacked = scratch.path().join("unpacked");
             packages::unpack(&packages, scratch.path(), &unpacked, reporter)?;
             let (vmlinuz, target) = (find_kernel(&unpacked.join("boot"))?, "vmlinuz");
@@ -167,7 +172,11 @@ impl GuestImages {
             add_system(&base, &unpacked, "init", GUEST_INIT, &NEWER_GUEST_MODULES)?;
             base.pack_initramfs(&directory.join("initramfs-base.cpio"))?;
             let none = FileTree::new(scratch.path().join("none"))?;
-            none.pack_initramfs(&directory.join("initramfs-fio.cpio"))
+            none.pack_initramfs(&directory.join("initramfs-fio.cpio"))?;
+            let outer = FileTree::new(scratch.path().join("outer"))?;
+            add_system(&outer, &unpacked, "init", OUTER_INIT, &NEWER_OUTER_MODULES)?;
+            outer.directories(&["base", "images"])?;
+            outer.pack_initramfs(&directory.join("initramfs-outer.cpio"))
         })?;
         Ok(Self { directory })
     }
@@ -270,34 +279,6 @@ fn find_kernel(boot: &Path) -> Result<PathBuf> {
                 .is_some_and(|name| name.to_string_lossy().starts_with("vmlinuz-"))
         })
         .ok_or_else(|| Error::Unusable("the kernel package has no /boot/vmlinuz-*".to_owned()))
-}
-
-/// The kernel and the initramfs of a machine around a job, `vmlinuz` and `initramfs-outer.cpio`,
-/// with Debian's newer kernel. Returns their directory.
-///
-/// # Errors
-/// As [`GuestImages::ensure`].
-pub(crate) fn newer_machine(cache: &Cache, reporter: &Reporter) -> Result<PathBuf> {
-    let scratch = ScratchDir::new(cache, reporter)?;
-    let packages = packages::resolve(&packages::NEWER_PACKAGES, scratch.path(), reporter)?;
-    let list = packages::list(&packages);
-    let modules = NEWER_MODULES.join(" ");
-    let inputs = [
-        BUILDER,
-        list.as_bytes(),
-        modules.as_bytes(),
-        OUTER_INIT.as_bytes(),
-    ];
-    cache.entry("newer", &inputs, reporter, |directory| {
-        let unpacked = scratch.path().join("unpacked");
-        packages::unpack(&packages, scratch.path(), &unpacked, reporter)?;
-        let (vmlinuz, target) = (find_kernel(&unpacked.join("boot"))?, "vmlinuz");
-        fs::copy(&vmlinuz, directory.join(target)).at("copy", &vmlinuz)?;
-        let outer = FileTree::new(scratch.path().join("outer"))?;
-        add_system(&outer, &unpacked, "init", OUTER_INIT, &NEWER_MODULES)?;
-        outer.directories(&["base", "images"])?;
-        outer.pack_initramfs(&directory.join("initramfs-outer.cpio"))
-    })
 }
 
 /// The disk with the guest's images, for the machine around a nested guest.

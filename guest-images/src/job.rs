@@ -11,7 +11,7 @@ use std::time::{Duration, Instant};
 
 use crate::cache::Cache;
 use crate::error::{Error, FileContext, Result};
-use crate::images::{GuestImages, images_disk, newer_machine};
+use crate::images::{GuestImages, images_disk};
 use crate::machine::Machine;
 use crate::nested::{BootEnd, NestedBoot, extract};
 use crate::packages::install_missing;
@@ -141,16 +141,16 @@ impl Job {
                     let _session = cache.lock("session", reporter)?;
                     let disk = images_disk(cache, &images, reporter)?;
                     let system = if self.newer_kernel {
-                        newer_machine(cache, reporter)?
+                        GuestImages::ensure_newer(cache, reporter)?
                     } else {
-                        images.directory.clone()
+                        images.clone()
                     };
                     reporter.progress("booting the outer machine");
                     if self.terminal {
                         reporter.note("booting the outer machine, which takes some seconds");
                         reporter.clear();
                     }
-                    self.run_nested(&base, &system, &disk, line)?
+                    self.run_nested(&base, &system.directory, &disk, line)?
                 }
             };
             if let Some(status) = status {
@@ -252,8 +252,8 @@ impl Job {
             .ok_or_else(|| Error::Unusable(format!("the job's shell was killed: {status}")))
     }
 
-    /// Runs the script in QEMU's emulation. `system`: the directory with the machine's kernel. Returns `None` if the machine or a guest on it hung or
-    /// crashed.
+    /// Runs the script in QEMU's emulation. `system`: the directory with the machine's kernel.
+    /// Returns `None` if the machine or a guest on it hung or crashed.
     fn run_nested(
         &self,
         base: &Path,

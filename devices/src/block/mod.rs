@@ -49,7 +49,6 @@ use virtio_bindings::virtio_blk::{
     VIRTIO_BLK_F_CONFIG_WCE, VIRTIO_BLK_F_FLUSH, VIRTIO_BLK_F_SECURE_ERASE,
 };
 use virtio_bindings::virtio_config::VIRTIO_F_IN_ORDER;
-use virtio_bindings::virtio_ring::VIRTIO_RING_F_EVENT_IDX;
 use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
 use worker::{QueueWorker, WorkerConfig};
 
@@ -61,8 +60,7 @@ use crate::reactor::DedicatedThread;
 use crate::status::DeviceStatus;
 use crate::throttle::Throttle;
 use crate::virtio::{
-    ActiveQueue, DeviceType, DriverPort, Features, QueueHandle, QueueKind, QueueStart,
-    VirtioDevice, Virtqueue, give_up, read_space,
+    ActiveQueue, DeviceType, Features, QueueHandle, QueueKind, QueueStart, VirtioDevice, read_space,
 };
 
 pub use crate::latency::{LATENCY_CLASSES, Latencies, LatencyCounts, OperationKind};
@@ -386,31 +384,29 @@ impl VirtioDevice for VirtioBlock {
 
     fn start_queue<M: DeviceMemory>(
         &self,
-        mut queue: QueueStart,
+        queue: QueueStart,
         features: Features,
         memory: M,
         status: Arc<DeviceStatus>,
     ) -> io::Result<QueueHandle> {
-        let tracker = queue.tracker.take();
         // A driver that outlives this process expects its completed writes to survive, flushed or
         // not.
-        let answer_when_written = tracker.is_some() && self.config.answer == Answer::Written;
-        let ring = Virtqueue::new(
-            &queue.setup,
+        let outlives_process = queue.tracker.is_some();
+        let answer_when_written = outlives_process && self.config.answer == Answer::Written;
+        let index = queue.index;
+        let active = ActiveQueue::open(
+            Self::TYPE.name,
+            queue,
             self.config.queue_size,
-            features.has(VIRTIO_RING_F_EVENT_IDX),
+            features,
             &*memory.memory(),
-            tracker,
+            status,
         );
-        let ring = match ring {
-            Ok(ring) => ring,
-            Err(error) => {
-                give_up(&status, Self::TYPE.name, queue.index, &error);
-                return Ok(QueueHandle::broken());
-            }
+        let Some(active) = active else {
+            return Ok(QueueHandle::broken());
         };
         let blocks = self.backend.blocks();
-        let dedicated = self.config.thread(Self::TYPE.name, queue.index, blocks);
+        let dedicated = self.config.thread(Self::TYPE.name, index, blocks);
         let config = WorkerConfig {
             flush_after_write: self.flush_after_write(features),
             answer_when_written,
@@ -423,9 +419,7 @@ impl VirtioDevice for VirtioBlock {
             throttle: Arc::clone(&self.throttle),
             metrics: Arc::clone(&self.metrics),
         };
-        let driver = DriverPort::new(Self::TYPE.name, queue.index, queue.doorbell, status);
-        let outcome = driver.outcome();
-        let active = ActiveQueue::new(driver, ring);
+        let outcome = active.driver.outcome();
         QueueHandle::start(&self.workers, QueueKind::Disk(dedicated), move || {
             Ok((QueueWorker::open(config, active, memory)?, outcome))
         })

@@ -35,7 +35,6 @@ use std::sync::{Arc, Mutex};
 use virtio_bindings::virtio_net::{
     VIRTIO_NET_F_MAC, VIRTIO_NET_F_MTU, VIRTIO_NET_F_STATUS, VIRTIO_NET_S_LINK_UP,
 };
-use virtio_bindings::virtio_ring::VIRTIO_RING_F_EVENT_IDX;
 use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
 
 use crate::memory::DeviceMemory;
@@ -43,8 +42,8 @@ use crate::metrics::InterruptCounter;
 use crate::status::{DRIVER_OK, DeviceStatus};
 use crate::throttle::Throttle;
 use crate::virtio::{
-    ActiveQueue, DeviceType, DriverPort, Features, QueueHandle, QueueKind, QueueStart,
-    VirtioDevice, Virtqueue, WorkerPool, give_up, read_space,
+    ActiveQueue, DeviceType, Features, QueueHandle, QueueKind, QueueStart, VirtioDevice,
+    WorkerPool, read_space,
 };
 
 use inbound::InboundTraffic;
@@ -266,30 +265,21 @@ impl VirtioDevice for VirtioNet {
         memory: M,
         status: Arc<DeviceStatus>,
     ) -> io::Result<QueueHandle> {
-        let ring = Virtqueue::new(
-            &queue.setup,
-            self.config.queue_size,
-            features.has(VIRTIO_RING_F_EVENT_IDX),
-            &*memory.memory(),
-            None,
-        );
-        let ring = match ring {
-            Ok(ring) => ring,
-            Err(error) => {
-                give_up(&status, Self::TYPE.name, queue.index, &error);
-                return Ok(QueueHandle::broken());
-            }
-        };
-        let driver = DriverPort::new(
+        let is_receive = queue.index == RECEIVE_QUEUE;
+        let active = ActiveQueue::open(
             Self::TYPE.name,
-            queue.index,
-            queue.doorbell,
+            queue,
+            self.config.queue_size,
+            features,
+            &*memory.memory(),
             Arc::clone(&status),
         );
-        let outcome = driver.outcome();
-        let is_receive = queue.index == RECEIVE_QUEUE;
+        let Some(active) = active else {
+            return Ok(QueueHandle::broken());
+        };
+        let outcome = active.driver.outcome();
         let queue = NetQueue {
-            active: ActiveQueue::new(driver, ring),
+            active,
             shared: Arc::clone(&self.shared),
             status,
             max_descriptors: self.config.queue_size.into(),

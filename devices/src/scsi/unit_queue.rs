@@ -12,6 +12,7 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use slab::Slab;
+use smallvec::SmallVec;
 
 use super::{DataBuffer, LogicalUnit, Task, TaskOutcome, TaskStep};
 use crate::backend::{Completion, MemoryBudget, MemoryCharge, MemoryClient, Operation};
@@ -25,6 +26,9 @@ use crate::throttle::{Throttle, bytes_of};
 const OWN_FLUSH: u64 = u64::MAX;
 /// Marks the token of a completion that says that a command's writes survive the process.
 const WRITTEN: u64 = 1 << 62;
+
+/// Length in bytes of the CDBs that need no allocation.
+const USUAL_CDB: usize = 32;
 
 /// A logical unit as workers share it.
 #[derive(Clone)]
@@ -77,7 +81,7 @@ impl DeviceControl for SharedUnit {
 /// A command in flight. `ticket`: what the transport knows it by.
 struct UnitCommand<T, D> {
     ticket: T,
-    cdb: Vec<u8>,
+    cdb: SmallVec<[u8; USUAL_CDB]>,
     data: D,
     /// `None` until it may begin.
     task: Option<Task>,
@@ -204,7 +208,7 @@ impl<T, D: DataBuffer> UnitQueue<T, D> {
         add(&self.shared.metrics.requests, 1);
         let key = self.commands.insert(UnitCommand {
             ticket,
-            cdb: cdb.to_vec(),
+            cdb: SmallVec::from_slice(cdb),
             data,
             task: None,
             bytes: 0,
@@ -381,17 +385,17 @@ impl<T, D: DataBuffer> UnitQueue<T, D> {
             }
             let key = (*token & !WRITTEN) as usize;
             let command = self.commands.get_mut(key);
-            let Some((command, task)) =
+            let Some((data, task)) =
                 command.and_then(|command| Some((&command.data, command.task.as_mut()?)))
             else {
                 debug_assert!(false, "completion of unknown token {token}");
                 continue;
             };
-            if let Ok(Some(data)) = &result {
-                turn.charge(data.len());
+            if let Ok(Some(read)) = &result {
+                turn.charge(read.len());
             }
             if *token & WRITTEN == 0 || result.is_err() {
-                task.complete(&self.shared.unit, command, result);
+                task.complete(&self.shared.unit, data, result);
             }
             self.advance(key, turn);
         }

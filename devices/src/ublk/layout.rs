@@ -244,9 +244,12 @@ impl Parameters {
         if can.flush && backend.write_cache() {
             attributes |= VOLATILE_CACHE | HAS_FUA;
         }
-        let erase = |can_do: bool| match can_do && !can.read_only {
-            true => MAX_ERASE_SECTORS,
-            false => 0,
+        let erase = |can_do: bool| {
+            if can_do && !can.read_only {
+                MAX_ERASE_SECTORS
+            } else {
+                0
+            }
         };
         let block = u64::from(block_size) / SECTOR_SIZE;
         let most = backend.max_request_bytes().min(MAX_IO_BYTES as usize);

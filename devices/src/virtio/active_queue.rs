@@ -1,16 +1,21 @@
 //! A queue that a worker serves: its rings, and the driver's side of it.
 
 use std::fmt;
+use std::sync::Arc;
 use std::sync::atomic::AtomicU64;
 use std::time::{Duration, Instant};
 
+use virtio_bindings::virtio_ring::VIRTIO_RING_F_EVENT_IDX;
 use vm_memory::GuestMemory;
 
-use super::driver_port::DriverPort;
+use super::device::QueueStart;
+use super::driver_port::{DriverPort, give_up};
+use super::features::Features;
 use super::tracker::UsedElement;
 use super::virtqueue::{QueueError, Virtqueue};
 use crate::latency::add;
 use crate::reactor::Turn;
+use crate::status::DeviceStatus;
 
 /// See the module's documentation. In each turn a worker [begins](Self::begin_taking) to take
 /// chains, [ends](Self::end_taking) that, and [publishes](Self::publish) what it has used. If the
@@ -25,13 +30,31 @@ pub(crate) struct ActiveQueue {
 }
 
 impl ActiveQueue {
-    pub(crate) fn new(driver: DriverPort, ring: Virtqueue) -> Self {
-        Self {
-            driver,
+    /// Opens a queue of `device` that the driver has set up. `None` if its rings can't be used:
+    /// the device then needs a reset.
+    pub(crate) fn open<G: GuestMemory>(
+        device: &'static str,
+        queue: QueueStart,
+        max_size: u16,
+        features: Features,
+        memory: &G,
+        status: Arc<DeviceStatus>,
+    ) -> Option<Self> {
+        let event_idx = features.has(VIRTIO_RING_F_EVENT_IDX);
+        let ring = Virtqueue::new(&queue.setup, max_size, event_idx, memory, queue.tracker);
+        let ring = match ring {
+            Ok(ring) => ring,
+            Err(error) => {
+                give_up(&status, device, queue.index, &error);
+                return None;
+            }
+        };
+        Some(Self {
+            driver: DriverPort::new(device, queue.index, queue.doorbell, status),
             ring,
             emptied: true,
             seen_available: None,
-        }
+        })
     }
 
     /// Turns doorbells off while chains are taken.
@@ -62,8 +85,8 @@ impl ActiveQueue {
         self.emptied
     }
 
-    /// Polls the ring for `longest`, with doorbells off; `true`: a chain is available. Adds the time
-    /// to `spent` in nanoseconds.
+    /// Polls the ring for `longest`, with doorbells off; `true`: a chain is available. Adds the
+    /// time to `spent` in nanoseconds.
     ///
     /// # Errors
     /// If the rings can't be accessed.

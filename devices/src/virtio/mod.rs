@@ -22,11 +22,10 @@ pub use pool::{Starter, WorkerPool};
 
 pub(crate) use active_queue::ActiveQueue;
 pub(crate) use device::{DeviceType, QueueStart, read_space};
-pub(crate) use driver_port::{DriverPort, give_up};
 pub(crate) use features::Features;
 pub(crate) use halves::{
     GuestRange, MemoryFault, ReadableBytes, split_chain, split_ranges, write_to_driver,
 };
 pub(crate) use pool::{QueueHandle, QueueKind};
 pub(crate) use tracker::{Tracker, UsedElement};
-pub(crate) use virtqueue::{Chain, NextChain, QueueError, QueueSetup, UsedBatch, Virtqueue};
+pub(crate) use virtqueue::{Chain, NextChain, QueueError, QueueSetup, UsedBatch};

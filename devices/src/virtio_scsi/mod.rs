@@ -43,7 +43,6 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::Duration;
 
-use virtio_bindings::virtio_ring::VIRTIO_RING_F_EVENT_IDX;
 use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
 
 use crate::backend::{Answer, Backend, MAX_REQUEST_BYTES, SECTOR_SIZE};
@@ -55,8 +54,8 @@ use crate::scsi::{LogicalUnit, SharedUnit, UnitError};
 use crate::status::DeviceStatus;
 use crate::throttle::Throttle;
 use crate::virtio::{
-    ActiveQueue, DeviceType, DriverPort, Features, QueueHandle, QueueKind, QueueStart,
-    VirtioDevice, Virtqueue, WorkerPool, give_up, read_space,
+    ActiveQueue, DeviceType, Features, QueueHandle, QueueKind, QueueStart, VirtioDevice,
+    WorkerPool, read_space,
 };
 
 use commands::Commands;
@@ -297,33 +296,29 @@ impl VirtioDevice for VirtioScsi {
 
     fn start_queue<M: DeviceMemory>(
         &self,
-        mut queue: QueueStart,
+        queue: QueueStart,
         features: Features,
         memory: M,
         status: Arc<DeviceStatus>,
     ) -> io::Result<QueueHandle> {
-        let tracker = queue.tracker.take();
         // A driver that outlives this process expects its completed writes to survive, flushed or
         // not.
-        let answer_when_written = tracker.is_some() && self.config.answer == Answer::Written;
-        let ring = Virtqueue::new(
-            &queue.setup,
-            self.config.queue_size,
-            features.has(VIRTIO_RING_F_EVENT_IDX),
-            &*memory.memory(),
-            tracker,
-        );
-        let ring = match ring {
-            Ok(ring) => ring,
-            Err(error) => {
-                give_up(&status, Self::TYPE.name, queue.index, &error);
-                return Ok(QueueHandle::broken());
-            }
-        };
+        let outlives_process = queue.tracker.is_some();
+        let answer_when_written = outlives_process && self.config.answer == Answer::Written;
         let index = queue.index;
-        let driver = DriverPort::new(Self::TYPE.name, index, queue.doorbell, status);
+        let active = ActiveQueue::open(
+            Self::TYPE.name,
+            queue,
+            self.config.queue_size,
+            features,
+            &*memory.memory(),
+            status,
+        );
+        let Some(active) = active else {
+            return Ok(QueueHandle::broken());
+        };
         let queue = ScsiQueue {
-            active: ActiveQueue::new(driver, ring),
+            active,
             memory,
             target: Arc::new(Target {
                 units: self.units.clone(),

@@ -14,7 +14,7 @@ use crate::error::{Error, ErrorKind, Result};
 use crate::format::Control;
 use crate::history::keeper::{Keeper, announce_writes, settle};
 use crate::log::disk_state::DiskState;
-use crate::log::image_thread::Answer;
+use crate::log::file_thread::Answer;
 use crate::log::spill::{Spill, SpillPaths, is_spill};
 use crate::medium::cost::MediumCost;
 use crate::medium::filesystem::remove_leftover;

@@ -7,7 +7,7 @@ use std::os::fd::RawFd;
 use std::time::Duration;
 
 use crate::SECTOR_SIZE;
-use crate::log::image_thread::{Answer, ImageThread};
+use crate::log::file_thread::{Answer, FileThread};
 use crate::log::spill::Spill;
 use crate::medium::file::{DataFile, ReadFile};
 use crate::sync::atomic::{AtomicBool, Ordering};
@@ -21,7 +21,7 @@ pub(crate) struct Image {
     /// Whether there is a spill file, for readers that look without the lock.
     spilled: AtomicBool,
     spill: RwLock<Option<Arc<Spill>>>,
-    thread: ImageThread,
+    thread: FileThread,
 }
 
 impl Image {
@@ -30,7 +30,7 @@ impl Image {
             file,
             spilled: AtomicBool::new(spill.is_some()),
             spill: RwLock::new(spill),
-            thread: ImageThread::default(),
+            thread: FileThread::default(),
         }
     }
 

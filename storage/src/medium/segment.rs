@@ -1,6 +1,7 @@
 //! Segment files: fixed-size pieces of the log, zero-filled once and then recycled. And verified
 //! reads from them.
 
+use std::collections::HashSet;
 use std::io;
 use std::ops::Range;
 use std::path::{Path, PathBuf};
@@ -72,14 +73,15 @@ impl Segment {
         dir: &Path,
         access: Access,
     ) -> Result<Vec<(u32, Self)>> {
-        let (mut all, mut inodes) = (Vec::new(), Vec::new());
+        let (mut all, mut inodes) = (Vec::new(), HashSet::new());
         for (slot, path) in Self::list(files, dir)? {
             let segment = Self::open(files, path, access)?;
             let path = &segment.path;
             let failed = |error| Error::io("read its metadata", path, error);
             let inode = segment.file.inode().map_err(failed)?;
-            let inode = (inode.device, inode.number, inode.born);
-            if inode.1 != 0 && inodes.contains(&inode) && segment.is_locked_here(access)? {
+            let known = inode.number != 0;
+            let is_first = inodes.insert((inode.device, inode.number, inode.born));
+            if known && !is_first && segment.is_locked_here(access)? {
                 // On a file system without a journal, a power cut may leave both names of a file
                 // that was being renamed, when the log shrank.
                 if access == Access::Log {
@@ -88,7 +90,6 @@ impl Segment {
                 }
                 continue;
             }
-            inodes.push(inode);
             all.push((slot, segment.lock(access)?));
         }
         Ok(all)

@@ -15,15 +15,15 @@ use std::fs::File;
 use std::ops::Range;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::AtomicU64;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use crate::catalog::snapshot::{Snapshot, SnapshotName};
 use crate::disk::handle::Disk;
 use crate::error::{Error, ErrorKind, Result, invalid};
 use crate::history::look::Look;
 use crate::history::point::Point;
+use crate::log::file_thread::FileThread;
 use crate::log::image::Image;
-use crate::log::image_thread::ImageThread;
 use crate::log::orders::KeeperTask;
 use crate::log::pin::{PinUser, PinnedLog};
 use crate::log::state::Log;
@@ -279,7 +279,7 @@ impl TargetWork {
 /// The target, which may never answer, and the thread that writes to it.
 struct Target {
     file: Arc<File>,
-    thread: ImageThread,
+    thread: FileThread,
 }
 
 impl Target {
@@ -327,12 +327,12 @@ impl Disk {
         target: File,
         progress: &mut dyn FnMut(u64, u64) -> bool,
     ) -> Result<Transfer> {
-        let mut opening = sync::now();
+        let opening = sync::now();
         let (point, look) = KeptPoint::new(self, at)?;
         let size = look.sectors() * SECTOR_SIZE;
         let target = Target {
             file: Arc::new(target),
-            thread: ImageThread::default(),
+            thread: FileThread::default(),
         };
         let mut go_on = |passed: u64| {
             refuse_obstruction(&self.log, point.name)?;
@@ -343,7 +343,7 @@ impl Disk {
             }
         };
         let mut done = CopyProgress::default();
-        let mut until = sync::now() + COPY_SHARE * sync::now().duration_since(opening);
+        let mut until = copies_until(opening);
         let mut look = Some(look);
         let mut due = Some(TargetWork::Size(size));
         loop {
@@ -355,9 +355,9 @@ impl Disk {
                 },
                 (None, None) => {
                     point.await_room(&mut || go_on(done.passed))?;
-                    opening = sync::now();
+                    let opening = sync::now();
                     look = Some(point.look()?);
-                    until = sync::now() + COPY_SHARE * sync::now().duration_since(opening);
+                    until = copies_until(opening);
                     continue;
                 }
             };
@@ -390,6 +390,12 @@ impl Disk {
             shared: false,
         })
     }
+}
+
+/// Until when an export copies, whose look began to open at `opening` and is open now.
+fn copies_until(opening: Instant) -> Instant {
+    let now = sync::now();
+    now + COPY_SHARE * now.duration_since(opening)
 }
 
 /// The error of an export that is ended before it is complete.

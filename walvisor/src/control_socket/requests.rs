@@ -471,6 +471,7 @@ impl ControlledProcess {
             if !give_up_history {
                 self.refuse_loss(disk)?;
             } else if let Some(log) = log_name(&*disk.backend)
+                && !given_up.contains_key(&log)
                 && let Some((history, names)) = self.kept_history(disk)
             {
                 given_up.insert(log, (names, history.horizon.unix_us));
@@ -513,9 +514,12 @@ impl ControlledProcess {
             found.map(|other| other.name.clone())
         };
         let named = |(id, path): (u32, PathBuf)| {
-            name_of(id).unwrap_or_else(|| match path.as_os_str().is_empty() {
-                true => format!("disk {id}"),
-                false => path.display().to_string(),
+            name_of(id).unwrap_or_else(|| {
+                if path.as_os_str().is_empty() {
+                    format!("disk {id}")
+                } else {
+                    path.display().to_string()
+                }
             })
         };
         let names = match logged.members() {

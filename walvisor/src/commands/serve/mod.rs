@@ -57,7 +57,8 @@ pub enum Protocol {
                 path=FILE,port=N[,address=IP]; may be given several times; 'help' lists the keys"))
     )]
     Nbd(DaemonArguments),
-    /// Serve vhost-user-blk and vhost-user-scsi until SIGTERM or SIGINT; prints each disk's socket when it is ready
+    /// Serve vhost-user-blk and vhost-user-scsi until SIGTERM or SIGINT; prints each disk's socket
+    /// when it is ready
     #[command(
         after_long_help = disk_help(DiskCommand::VhostUser),
         mut_arg("disks", |arg| arg

@@ -213,14 +213,11 @@ fn is_ours(identity: u64) -> bool {
     identity & (0xffff << 48) == OURS
 }
 
-/// What the next daemon finds the disk's device by (FNV-1a).
+/// What the next daemon finds the disk's device by.
 fn identity(spec: &DiskSpec) -> u64 {
     let image = spec.path.as_deref().map(disks::real_path);
     let at = spec.at.as_ref().map(|at| format!("{at:?}"));
-    let text = format!("{}\0{image:?}\0{at:?}", disk_name(spec));
-    let hash = text.bytes().fold(0xcbf2_9ce4_8422_2325, |hash: u64, byte| {
-        (hash ^ u64::from(byte)).wrapping_mul(0x0100_0000_01b3)
-    });
+    let hash = disks::identity(&disk_name(spec), &format!("{image:?}\0{at:?}"));
     OURS | hash & !(0xffff << 48)
 }
 

@@ -13,7 +13,7 @@ type Job = Box<dyn FnOnce() + Send>;
 /// See the module's documentation. The thread starts with the first operation, and ends after the
 /// last one once this is dropped.
 #[derive(Debug, Default)]
-pub(crate) struct ImageThread {
+pub(crate) struct FileThread {
     jobs: Mutex<Option<Sender<Job>>>,
     /// An operation is under way.
     busy: Arc<AtomicBool>,
@@ -35,7 +35,7 @@ impl<T> Answer<T> {
     }
 }
 
-impl ImageThread {
+impl FileThread {
     /// Whether an operation is under way.
     pub(crate) fn is_busy(&self) -> bool {
         self.busy.load(Ordering::Acquire)
@@ -63,7 +63,7 @@ impl ImageThread {
             // Nobody may be waiting any more.
             let _ = sender.send(ended);
         });
-        let mut jobs = self.jobs.lock().expect("image thread lock");
+        let mut jobs = self.jobs.lock().expect("file thread lock");
         if !here && jobs.is_none() {
             *jobs = start();
         }
