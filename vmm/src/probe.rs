@@ -13,7 +13,8 @@
 use std::io;
 
 use kvm_bindings::{KVM_API_VERSION, KVM_MAX_CPUID_ENTRIES, kvm_userspace_memory_region};
-use kvm_ioctls::{Kvm, VcpuExit};
+pub use kvm_ioctls::Kvm;
+use kvm_ioctls::VcpuExit;
 use vm_memory::{
     Bytes, GuestAddress, GuestMemoryBackend, GuestMemoryError, GuestMemoryMmap, GuestMemoryRegion,
 };

@@ -1,5 +1,5 @@
-//! What a daemon gives up of root once its sockets are bound: all capabilities, and with `--user`
-//! root itself.
+//! What a process with disks in use gives up of root once its sockets are bound: all capabilities,
+//! and with `--user` root itself.
 //!
 //! ```text
 //!   sockets, certificates ─▶ names of sockets: a child keeps root ─▶ drop ─▶ Landlock ─▶ disks are opened ─▶ seccomp
@@ -16,7 +16,7 @@ use std::path::{Path, absolute};
 use rustix::process::{DumpableBehavior, geteuid, set_dumpable_behavior};
 use rustix::thread::{CapabilitySet, CapabilitySets, capabilities, set_capabilities};
 
-/// The user that a daemon becomes: `NAME`, or `UID` with `:GID` or without.
+/// The user that a process becomes: `NAME`, or `UID` with `:GID` or without.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct ServiceUser {
     name: String,

@@ -2,13 +2,13 @@
 //! and everything is killed.
 
 use std::fs;
-use std::os::unix::fs::{PermissionsExt, chown};
+use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 
 use walvisor_guest_images::{Guest, Libvirt};
 use walvisor_testkit::process::client;
-use walvisor_testkit::{Daemon, wait_until};
+use walvisor_testkit::{Daemon, give, wait_until};
 use walvisor_tests::{binary, have_all, images, succeed};
 
 const DOCS: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/../docs");
@@ -81,19 +81,11 @@ impl Pool {
 }
 
 /// Gives files to the user of the domain.
-fn give(paths: &[PathBuf]) {
+fn give_to_domain(paths: &[PathBuf]) {
     if !rustix::process::geteuid().is_root() {
         return;
     }
-    for path in paths {
-        chown(path, Some(Libvirt::USER), Some(Libvirt::USER)).unwrap();
-        if path.is_dir() {
-            let inside = fs::read_dir(path)
-                .unwrap()
-                .map(|entry| entry.unwrap().path());
-            give(&inside.collect::<Vec<_>>());
-        }
-    }
+    paths.iter().for_each(|path| give(path, Libvirt::USER));
 }
 
 /// Waits for a line that begins with `start`, while the guest counts. Returns the number at its
@@ -156,7 +148,7 @@ fn a_domain_of_libvirts_daemon_on_a_pool_keeps_what_it_was_told() {
             &pool.places(&words.replace("x.img", &format!("{disk}.img"))),
         );
     }
-    give(&[data.clone(), run.clone(), pool.path("/etc/walvisor")]);
+    give_to_domain(&[data.clone(), run.clone(), pool.path("/etc/walvisor")]);
 
     let mut daemon = pool.start(1);
     let home = dir.path().join("libvirt");

@@ -40,7 +40,7 @@ pub mod vhost_user_client;
 pub mod virtio;
 mod wait;
 
-pub use files::{copy_image, copy_log, mark};
+pub use files::{copy_image, copy_log, give, mark};
 pub use log_lines::LogLines;
 pub use memory_fs::{FrozenFs, MemoryFs, unmount};
 pub use process::{Daemon, Process, leash};

@@ -79,6 +79,33 @@ impl Process {
         lines.map(|line| line.expect("a line in time")).collect()
     }
 
+    /// What each of its threads says under `key` in `/proc/PID/task/*/status`.
+    #[track_caller]
+    pub fn thread_status(&self, key: &str) -> Vec<String> {
+        let threads = std::fs::read_dir(format!("/proc/{}/task", self.id())).expect("a process");
+        let told = threads.filter_map(|thread| {
+            // A thread may end meanwhile.
+            let status = thread.expect("a thread").path().join("status");
+            let text = std::fs::read_to_string(status).ok()?;
+            let value = text.lines().find_map(|line| line.strip_prefix(key));
+            Some(value.expect(key).trim().to_owned())
+        });
+        told.collect()
+    }
+
+    /// Asserts that no thread has a capability besides those in `kept`, or can get one.
+    #[track_caller]
+    pub fn assert_capabilities(&self, kept: u64) {
+        for set in ["CapInh:", "CapPrm:", "CapEff:", "CapBnd:", "CapAmb:"] {
+            for found in self.thread_status(set) {
+                let found = u64::from_str_radix(&found, 16).expect("a set of capabilities");
+                assert_eq!(found & !kept, 0, "{set} {found:x}");
+            }
+        }
+        let new = self.thread_status("NoNewPrivs:");
+        assert!(new.iter().all(|new| new == "1"), "{new:?}");
+    }
+
     /// Its stderr, which must be a pipe, to the end: empty if that has been read before.
     pub fn errors(&mut self) -> String {
         let mut errors = String::new();

@@ -67,6 +67,7 @@ pub struct NetworkConfig {
 /// The configuration of a VM. The defaults are one vCPU, 512 MiB of memory, no console, disk or
 /// network.
 pub struct VmBuilder {
+    kvm: Option<Arc<Kvm>>,
     cpus: u8,
     memory: u64,
     console: Console,
@@ -81,6 +82,7 @@ pub struct VmBuilder {
 impl Default for VmBuilder {
     fn default() -> Self {
         Self {
+            kvm: None,
             cpus: 1,
             memory: 512 << 20,
             console: Console::off(),
@@ -98,6 +100,12 @@ impl VmBuilder {
     /// A VM with the default configuration.
     pub fn new() -> Self {
         Self::default()
+    }
+
+    /// Takes a KVM that is open, for a process that may not open `/dev/kvm` any more.
+    pub fn kvm(mut self, kvm: Arc<Kvm>) -> Self {
+        self.kvm = Some(kvm);
+        self
     }
 
     /// Number of vCPUs, at least 1.
@@ -168,7 +176,10 @@ impl VmBuilder {
         // Signals are blocked before any thread starts, because threads inherit the mask.
         let signals =
             TerminationSignals::block().map_err(|error| VmError::System("take signals", error))?;
-        let kvm = probe::open()?;
+        let kvm = match self.kvm {
+            Some(kvm) => kvm,
+            None => Arc::new(probe::open()?),
+        };
         let most = kvm.get_max_vcpus();
         if usize::from(self.cpus) > most {
             return Err(VmError::TooManyCpus {

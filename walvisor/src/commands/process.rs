@@ -1,14 +1,16 @@
-//! The arguments of every process with disks in use: metrics, control socket, seccomp filter and
-//! Landlock.
+//! The arguments of every process with disks in use, `walvisor run` or a daemon: metrics, control
+//! socket, and what the process gives up before it opens its disks.
 
+use std::io;
 use std::net::SocketAddr;
 use std::os::fd::OwnedFd;
 use std::os::unix::net::UnixListener;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::str::FromStr;
 
 use clap::Args;
 use clap::builder::{PossibleValue, PossibleValuesParser, TypedValueParser};
+use walvisor_vmm::disk::OpenDisk;
 use walvisor_vmm::seccomp::Seccomp;
 
 use super::metrics_file::MetricsFile;
@@ -16,7 +18,10 @@ use super::socket::Sockets;
 use super::socket_names::SocketNames;
 use super::{CommandError, socket};
 use crate::control_socket::CONTROL_MODE;
-use crate::landlock::Landlock;
+use crate::disk_spec::DiskSpec;
+use crate::disks::{self, OpenLogs};
+use crate::landlock::{AllowedPaths, Landlock};
+use crate::privileges::{self, ServiceUser};
 
 /// The values of `--seccomp`.
 pub(super) fn seccomp_modes() -> impl TypedValueParser<Value = Seccomp> {
@@ -82,6 +87,10 @@ pub struct ProcessArguments {
     /// Listen here for 'walvisor ctl'; only this user can connect
     #[arg(long, value_name = "SOCKET")]
     pub control: Option<PathBuf>,
+    /// Become this user once the sockets are bound: a name, UID or UID:GID. Images, logs and
+    /// their directories have to belong to it
+    #[arg(long, value_name = "USER", value_parser = ServiceUser::parse)]
+    pub user: Option<ServiceUser>,
     /// Seccomp filter against system calls that the process does not need: on, log or off
     #[arg(long, value_name = "MODE", default_value = "on", value_parser = seccomp_modes())]
     pub seccomp: Seccomp,
@@ -125,5 +134,67 @@ impl ProcessArguments {
             MetricsAddress::Tcp(address) => sockets.tcp(*address).map(OwnedFd::from),
         });
         sockets.collect()
+    }
+    /// Gives up root, then all files and ports that the process doesn't need, and opens its disks.
+    /// Call it while the process has one thread, and after all its sockets are bound: their names
+    /// now belong to a child. System calls are still to be given up, by the seccomp filter.
+    ///
+    /// `allow` adds the other paths that the process uses later; those that it opens as its user are
+    /// in `needs`. `wants_root`: a door needs root's capabilities, so they stay.
+    pub(super) fn open_disks(
+        &self,
+        specs: &[DiskSpec],
+        cpus: u8,
+        names: &mut SocketNames,
+        needs: &[&Path],
+        wants_root: bool,
+        allow: impl FnOnce(&mut AllowedPaths),
+    ) -> Result<(Vec<OpenDisk>, OpenLogs), CommandError> {
+        if let Some(user) = &self.user {
+            let given = names.give_to(user.ids());
+            given.map_err(|error| self.cannot_become(&error))?;
+        }
+        names.hand_over().map_err(CommandError::failed)?;
+        if !wants_root {
+            let logs: Vec<_> = specs.iter().filter_map(DiskSpec::log_directory).collect();
+            let images = specs.iter().filter_map(|spec| spec.path.as_ref());
+            let detached = specs.iter().flat_map(|spec| &spec.detached);
+            let paths = images.chain(detached).chain(&logs).map(PathBuf::as_path);
+            let dropped =
+                privileges::drop_root(self.user.as_ref(), paths.chain(needs.iter().copied()));
+            dropped.map_err(|error| self.cannot_become(&error))?;
+        }
+        let made = disks::make_files(specs);
+        let scratch = made.map_err(|error| self.cannot_open(&error))?;
+        let mut paths = AllowedPaths::of(specs);
+        allow(&mut paths);
+        paths.restrict(self.landlock);
+        let opened = disks::open(specs, cpus, scratch);
+        let (open, logs) = opened.map_err(|error| self.cannot_open(&error))?;
+        disks::prepare_rings(&open);
+        Ok((open, logs))
+    }
+
+    /// The error for disks that the process may not open as its user.
+    fn cannot_open(&self, error: &walvisor_storage::Error) -> CommandError {
+        let hint = self.user.as_ref().map_or_else(String::new, |user| {
+            let name = user.name();
+            format!(
+                "; with --user {name} the images, the logs and their directories have to belong to \
+                 it: chown -R {name} them"
+            )
+        });
+        CommandError::Failed(format!("{error}{hint}"))
+    }
+
+    /// The error for a user that the process may not become.
+    fn cannot_become(&self, error: &io::Error) -> CommandError {
+        CommandError::Failed(match &self.user {
+            Some(user) => format!(
+                "--user {}: {error}: start it as root, or leave --user out",
+                user.name()
+            ),
+            None => format!("capabilities: {error}"),
+        })
     }
 }

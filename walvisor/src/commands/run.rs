@@ -14,6 +14,7 @@ use walvisor_vmm::arch::x86_64::{crash, start_state};
 use walvisor_vmm::control::RunEnd;
 use walvisor_vmm::devices::console::Console;
 use walvisor_vmm::disk::OpenDisk;
+use walvisor_vmm::probe::{self, Kvm};
 use walvisor_vmm::vm::{
     DiskConfig, NetworkConfig, RunOutcome, Series, VmBuilder, block_termination_signals,
 };
@@ -26,7 +27,6 @@ use super::socket_names::SocketNames;
 use crate::control_socket::{CONTROL_MODE, ControlledProcess, Server};
 use crate::disk_spec::{DiskArgument, DiskCommand, DiskSpec};
 use crate::disks;
-use crate::landlock::AllowedPaths;
 use crate::machine_memory::{check_guest_memory, machine_memory};
 use crate::metrics::{DiskMetrics, RunMetrics, render};
 use crate::metrics_server::MetricsServer;
@@ -146,6 +146,8 @@ pub fn run(arguments: &RunArguments, started: Instant) -> Result<(), CommandErro
     // Bad input must change nothing, and opening a disk may give it a log, so the check comes
     // first.
     linux::check(&image).map_err(CommandError::failed)?;
+    // The process may not open it once it has given up root.
+    let kvm = Arc::new(probe::open().map_err(CommandError::failed)?);
     let console = ConsoleOutput::new(&arguments.console)?;
     let metrics = arguments.process.metrics()?;
     // passt starts before this process has threads, filters or further descriptors.
@@ -158,18 +160,27 @@ pub fn run(arguments: &RunArguments, started: Instant) -> Result<(), CommandErro
     let scraped = arguments
         .process
         .metrics_sockets(None, &mut sockets, &mut names)?;
-    names.hand_over().map_err(CommandError::failed)?;
-    let scratch = disks::make_files(&arguments.disks).map_err(CommandError::failed)?;
-    places(arguments).restrict(arguments.process.landlock);
     // Blocked here already, because the logs' threads start before the VM is built and inherit the
     // mask.
     block_termination_signals().map_err(CommandError::failed)?;
-    let (disks, logs) =
-        disks::open(&arguments.disks, arguments.cpus, scratch).map_err(CommandError::failed)?;
-    disks::prepare_rings(&disks);
+    let kernel = [&arguments.kernel].into_iter().chain(&arguments.initrd);
+    let kernel: Vec<_> = kernel.map(PathBuf::as_path).collect();
+    let opened = arguments.process.open_disks(
+        &arguments.disks,
+        arguments.cpus,
+        &mut names,
+        &kernel,
+        false,
+        |paths| {
+            kernel.iter().for_each(|file| paths.read(file));
+            paths.read(Path::new("/proc/cpuinfo"));
+        },
+    );
+    let (disks, logs) = opened?;
     let checked = networks.iter_mut().try_for_each(OpenNetwork::check);
     let ran = checked.map_err(CommandError::Failed).and_then(|()| {
         let guest = Guest {
+            kvm,
             image,
             disks,
             networks,
@@ -183,16 +194,6 @@ pub fn run(arguments: &RunArguments, started: Instant) -> Result<(), CommandErro
     // The logs are closed however the run ended, and the first error is returned.
     let closed = logs.close().map_err(CommandError::failed);
     ran.and(closed)
-}
-
-/// The paths that the run needs after its start.
-fn places(arguments: &RunArguments) -> AllowedPaths {
-    let mut places = AllowedPaths::of(&arguments.disks);
-    places.device(Path::new("/dev/kvm"));
-    places.read(&arguments.kernel);
-    places.read(Path::new("/proc/cpuinfo"));
-    arguments.initrd.iter().for_each(|file| places.read(file));
-    places
 }
 
 /// Refuses arguments that make no VM.
@@ -235,6 +236,7 @@ fn open_networks(arguments: &RunArguments) -> Result<Vec<OpenNetwork>, CommandEr
 
 /// What a guest is made of.
 struct Guest {
+    kvm: Arc<Kvm>,
     image: LinuxImage,
     disks: Vec<OpenDisk>,
     networks: Vec<OpenNetwork>,
@@ -308,6 +310,7 @@ fn boot(
     measured: bool,
 ) -> Result<(RunOutcome, String), CommandError> {
     let mut builder = VmBuilder::new()
+        .kvm(Arc::clone(&guest.kvm))
         .cpus(arguments.cpus)
         .memory(arguments.memory)
         .console(guest.console.open().map_err(CommandError::failed)?)

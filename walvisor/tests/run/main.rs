@@ -7,6 +7,7 @@ mod kernel;
 mod mistakes;
 mod network;
 mod power;
+mod privileges;
 mod terminal;
 
 use std::ffi::OsStr;

@@ -6,36 +6,13 @@ use std::os::unix::fs::{MetadataExt, PermissionsExt, chown};
 use std::path::Path;
 
 use rustix::process::geteuid;
+use walvisor_testkit::give;
 use walvisor_testkit::nbd::RawClient;
 
 use super::{Daemon, create, noise, text, walvisor};
 
 /// The user that the tests take; it need not have a name.
 const USER: u32 = 54321;
-
-/// What each thread of the daemon says under `key` in its status.
-fn status(daemon: &Daemon, key: &str) -> Vec<String> {
-    let threads = fs::read_dir(format!("/proc/{}/task", daemon.child.id())).unwrap();
-    let told = threads.filter_map(|thread| {
-        // A thread may end meanwhile.
-        let text = fs::read_to_string(thread.unwrap().path().join("status")).ok()?;
-        let value = text.lines().find_map(|line| line.strip_prefix(key));
-        Some(value.expect(key).trim().to_owned())
-    });
-    told.collect()
-}
-
-/// Asserts that no thread has a capability besides those in `kept`, or can get one.
-#[track_caller]
-fn assert_capabilities(daemon: &Daemon, kept: u64) {
-    for set in ["CapInh:", "CapPrm:", "CapEff:", "CapBnd:", "CapAmb:"] {
-        for found in status(daemon, set) {
-            let found = u64::from_str_radix(&found, 16).unwrap();
-            assert_eq!(found & !kept, 0, "{set} {found:x}");
-        }
-    }
-    assert!(status(daemon, "NoNewPrivs:").iter().all(|new| new == "1"));
-}
 
 #[track_caller]
 fn ctl(dir: &Path, arguments: &str) {
@@ -77,9 +54,9 @@ fn a_daemon_of_root_keeps_no_capability() {
     create(dir, "a.img", "64M");
     create(dir, "b.img", "1M");
     let daemon = Daemon::start(dir, SERVE);
-    assert_capabilities(&daemon, 0);
+    daemon.child.assert_capabilities(0);
     exercise(dir);
-    assert_capabilities(&daemon, 0);
+    daemon.child.assert_capabilities(0);
     assert_eq!(daemon.stop(), "");
     for socket in ["s", "c", "m"] {
         assert!(!dir.join(socket).exists(), "{socket}");
@@ -100,18 +77,9 @@ fn a_daemon_of_root_keeps_one_capability_for_files_of_others() {
     chown(dir.join("a.img"), Some(USER), None).unwrap();
     fs::set_permissions(dir.join("a.img"), fs::Permissions::from_mode(0o600)).unwrap();
     let daemon = Daemon::start(dir, SERVE);
-    assert_capabilities(&daemon, DAC_OVERRIDE);
+    daemon.child.assert_capabilities(DAC_OVERRIDE);
     exercise(dir);
     assert_eq!(daemon.stop(), "");
-}
-
-/// Gives a directory and all beneath to the user.
-fn give(path: &Path) {
-    chown(path, Some(USER), Some(USER)).unwrap();
-    if path.is_dir() {
-        let entries = fs::read_dir(path).unwrap();
-        entries.for_each(|entry| give(&entry.unwrap().path()));
-    }
 }
 
 #[test]
@@ -135,21 +103,28 @@ fn a_daemon_becomes_the_user_that_is_asked_for() {
         told.contains("have to belong to it: chown -R 54321 them"),
         "{told}"
     );
-    give(dir);
+    give(dir, USER);
     let daemon = Daemon::start(dir, &serve);
     for key in ["Uid:", "Gid:"] {
         let all = [(); 4].map(|()| USER.to_string()).join("\t");
-        assert!(status(&daemon, key).iter().all(|ids| *ids == all), "{key}");
+        assert!(
+            daemon
+                .child
+                .thread_status(key)
+                .iter()
+                .all(|ids| *ids == all),
+            "{key}"
+        );
     }
-    let groups = status(&daemon, "Groups:");
+    let groups = daemon.child.thread_status("Groups:");
     assert!(groups.iter().all(|groups| *groups == USER.to_string()));
-    assert_capabilities(&daemon, 0);
+    daemon.child.assert_capabilities(0);
     for socket in ["s", "c", "m"] {
         let found = fs::metadata(dir.join(socket)).unwrap();
         assert_eq!((found.uid(), found.gid()), (USER, USER), "{socket}");
     }
     exercise(dir);
-    assert_capabilities(&daemon, 0);
+    daemon.child.assert_capabilities(0);
     assert_eq!(daemon.stop(), "");
     for socket in ["s", "c", "m"] {
         assert!(!dir.join(socket).exists(), "{socket}");

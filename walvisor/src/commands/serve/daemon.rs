@@ -1,8 +1,10 @@
 //! A daemon: one process that serves disks behind any doors. Its steps from start to end:
 //!
 //! ```text
-//!   sockets of a service manager ─▶ Doors::check ─▶ Shutdown::prepare ─▶ Doors::bind ─▶ no root ─▶ Landlock ─▶ disks::open ─▶ seccomp
-//!     ─▶ Doors::start ─▶ Shutdown::wait ─▶ Doors::stop ─▶ names of sockets are removed ─▶ logs are closed ─▶ Doors::logs_closed
+//!   sockets of a service manager ─▶ Doors::check ─▶ Shutdown::prepare ─▶ Doors::bind
+//!     ─▶ ProcessArguments::open_disks: no root ─▶ Landlock ─▶ disks::open   (as `walvisor run`)
+//!     ─▶ seccomp ─▶ Doors::start ─▶ Shutdown::wait ─▶ Doors::stop
+//!     ─▶ names of sockets are removed ─▶ logs are closed ─▶ Doors::logs_closed
 //! ```
 
 use std::io::Write;
@@ -31,13 +33,11 @@ use crate::commands::socket::{Sockets, remove_dead};
 use crate::commands::socket_names::SocketNames;
 use crate::control_socket::{ControlledProcess, Power, Server as ControlServer};
 use crate::disk_spec::{DiskArgument, DiskCommand, DiskSpec};
-use crate::disks::{self, ScratchFiles, group_by_log};
-use crate::landlock::AllowedPaths;
+use crate::disks::{self, group_by_log};
 use crate::memory_limit;
 use crate::metrics::{DiskMetrics, render_served};
 use crate::metrics_server::MetricsServer;
 use crate::point::retain_text;
-use crate::privileges::{self, ServiceUser};
 use crate::repeats;
 use crate::size::{human_size, parse_size};
 
@@ -68,10 +68,6 @@ pub struct DaemonArguments {
     /// wait. Default: three quarters of what its cgroup and this machine have
     #[arg(long, value_name = "SIZE", help_heading = "Process", value_parser = parse_size)]
     pub memory_limit: Option<u64>,
-    /// Become this user once the sockets are bound: a name, UID or UID:GID. Images, logs and
-    /// their directories have to belong to it
-    #[arg(long, value_name = "USER", help_heading = "Process", value_parser = ServiceUser::parse)]
-    pub user: Option<ServiceUser>,
     /// TLS of disks with door=nbd.
     #[command(flatten)]
     pub tls: TlsArguments,
@@ -127,7 +123,9 @@ impl DaemonArguments {
                     .to_owned(),
             ));
         }
-        if self.user.is_some() && specs.iter().any(|spec| spec.door == DiskCommand::Tcmu) {
+        // The kernel's target wants root.
+        let wants_root = specs.iter().any(|spec| spec.door == DiskCommand::Tcmu);
+        if wants_root && self.process.user.is_some() {
             return Err(CommandError::Usage(
                 "--user is for daemons without door=tcmu, which needs root: leave it out"
                     .to_owned(),
@@ -151,13 +149,16 @@ impl DaemonArguments {
             .process
             .metrics_sockets(listen, &mut sockets, &mut names)?;
         sockets.finish()?;
-        let scratch = self.give_up_paths(&specs, &mut names, |paths| {
-            doors.allow(paths);
-            pool.iter().for_each(|pool| pool.allow(paths));
-        })?;
-        let opened = disks::open(&specs, 1, scratch);
-        let (open, logs) = opened.map_err(|error| self.cannot_open(&error))?;
-        disks::prepare_rings(&open);
+        let needs = self.disk_dirs.iter().chain(&self.config);
+        let needs: Vec<_> = needs.map(PathBuf::as_path).collect();
+        let opened = self
+            .process
+            .open_disks(&specs, 1, &mut names, &needs, wants_root, |paths| {
+                self.disk_dirs.iter().for_each(|dir| paths.disks_in(dir));
+                doors.allow(paths);
+                pool.iter().for_each(|pool| pool.allow(paths));
+            });
+        let (open, logs) = opened?;
         let logs = SharedLogs::new(logs);
         let profile = doors.profile();
         let config = pool.as_ref().map(PoolFile::path);
@@ -172,62 +173,6 @@ impl DaemonArguments {
         drop(names);
         finish(served, metrics, &logs).and(stopped)?;
         hotplug.lock().doors.logs_closed()
-    }
-
-    /// The error for disks that the process may not open as the user.
-    fn cannot_open(&self, error: &walvisor_storage::Error) -> CommandError {
-        let hint = self.user.as_ref().map_or_else(String::new, |user| {
-            let name = user.name();
-            format!(
-                "; with --user {name} the images, the logs and their directories have to belong to \
-                 it: chown -R {name} them"
-            )
-        });
-        CommandError::Failed(format!("{error}{hint}"))
-    }
-
-    /// The error for a user that the process may not become.
-    fn cannot_become(&self, error: &std::io::Error) -> CommandError {
-        CommandError::Failed(match &self.user {
-            Some(user) => format!(
-                "--user {}: {error}: start it as root, or leave --user out",
-                user.name()
-            ),
-            None => format!("capabilities: {error}"),
-        })
-    }
-
-    /// Gives up root, and confines the process to the files and ports that its disks need, and
-    /// those that `more` adds. Call it while there is one thread, after the sockets are bound and
-    /// before the disks are opened. Returns the scratch files, which must be made first.
-    fn give_up_paths(
-        &self,
-        specs: &[DiskSpec],
-        names: &mut SocketNames,
-        more: impl FnOnce(&mut AllowedPaths),
-    ) -> Result<ScratchFiles, CommandError> {
-        if let Some(user) = &self.user {
-            let given = names.give_to(user.ids());
-            given.map_err(|error| self.cannot_become(&error))?;
-        }
-        names.hand_over().map_err(CommandError::failed)?;
-        // The kernel's target wants root.
-        if specs.iter().all(|spec| spec.door != DiskCommand::Tcmu) {
-            let logs: Vec<_> = specs.iter().filter_map(DiskSpec::log_directory).collect();
-            let images = specs.iter().filter_map(|spec| spec.path.as_deref());
-            let detached = specs.iter().flat_map(|spec| &spec.detached);
-            let others = logs.iter().chain(&self.disk_dirs).chain(&self.config);
-            let paths = images.chain(detached.chain(others).map(PathBuf::as_path));
-            let dropped = privileges::drop_root(self.user.as_ref(), paths);
-            dropped.map_err(|error| self.cannot_become(&error))?;
-        }
-        let made = disks::make_files(specs);
-        let scratch = made.map_err(|error| self.cannot_open(&error))?;
-        let mut paths = AllowedPaths::of(specs);
-        self.disk_dirs.iter().for_each(|dir| paths.disks_in(dir));
-        more(&mut paths);
-        paths.restrict(self.process.landlock);
-        Ok(scratch)
     }
 }
 
