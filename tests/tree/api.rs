@@ -8,11 +8,11 @@ use std::process::Command;
 
 use walvisor_guest_images::without_cargo;
 
-/// The crates, each with its directory.
-const CRATES: [(&str, &str); 3] = [
-    ("walvisor-block", "block"),
-    ("walvisor-storage", "storage"),
-    ("walvisor-devices", "devices"),
+/// The crates, each with its directory and the features that are not on by default.
+const CRATES: [(&str, &str, &str); 3] = [
+    ("walvisor-block", "block", ""),
+    ("walvisor-storage", "storage", ""),
+    ("walvisor-devices", "devices", "ublk"),
 ];
 
 /// The format of rustdoc's JSON that the library `public-api` reads.
@@ -20,12 +20,13 @@ const FORMAT: u64 = 57;
 
 /// The public items of a crate, a line each; `None` if this compiler's rustdoc writes another
 /// format.
-fn items(name: &str) -> Option<String> {
+fn items(name: &str, features: &str) -> Option<String> {
     let tests = Path::new(env!("CARGO_MANIFEST_DIR"));
     let cargo = std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into());
     let mut command = Command::new(cargo);
     without_cargo(&mut command)
         .args(["rustdoc", "--quiet", "--locked", "--lib", "--package", name])
+        .args(["--features", features])
         .args(["--", "-Zunstable-options", "--output-format", "json"])
         .env("RUSTDOC", tests.join("scripts/rustdoc-json"))
         .current_dir(tests);
@@ -63,8 +64,10 @@ fn difference(known: &str, now: &str) -> String {
 fn the_public_items_are_the_known_ones() {
     let update = std::env::var_os("WALVISOR_API").is_some_and(|wish| wish == "update");
     let mut changed = String::new();
-    for (name, directory) in CRATES {
-        let Some(now) = items(name) else { return };
+    for (name, directory, features) in CRATES {
+        let Some(now) = items(name, features) else {
+            return;
+        };
         let list = Path::new(env!("CARGO_MANIFEST_DIR"))
             .join("..")
             .join(directory)

@@ -23,6 +23,19 @@ pub struct OpenDisk {
     pub limits: Limits,
 }
 
+impl OpenDisk {
+    /// A disk whose device has the default configuration, without limits.
+    pub fn new(name: &str, backend: Arc<dyn Backend>) -> Self {
+        Self {
+            name: name.to_owned(),
+            backend,
+            kind: DeviceKind::default(),
+            device: BlockConfig::default(),
+            limits: Limits::default(),
+        }
+    }
+}
+
 /// The virtio device through which a guest or a front-end sees a disk.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum DeviceKind {

@@ -7,8 +7,8 @@
 //!   arch::x86_64 (boot, ACPI, CPUID)  ▼
 //!                             bus (PIO, MMIO) ─▶ serial, i8042, ACPI, PCI, virtio transports
 //! ```
-//! It opens no disks: the program that embeds it passes in any
-//! [`Backend`](walvisor_devices::backend::Backend). `walvisor` passes in disks with a log.
+//! It opens no disks: the program that embeds it passes in any [`Backend`](backend::Backend).
+//! `walvisor` passes in disks with a log. `examples/boot.rs` boots a kernel in twenty lines.
 
 pub mod arch;
 pub mod bus;
@@ -20,3 +20,5 @@ pub mod probe;
 pub mod readiness;
 pub mod seccomp;
 pub mod vm;
+
+pub use walvisor_devices::backend;

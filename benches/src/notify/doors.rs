@@ -14,12 +14,11 @@ use walvisor::processor_time::of_host;
 use walvisor_devices::backend::ram::RamDisk;
 use walvisor_devices::backend::{Backend, SECTOR_SIZE};
 use walvisor_devices::block::BlockConfig;
-use walvisor_devices::throttle::Limits;
 use walvisor_guest::contract::Load;
 use walvisor_storage::{DiskOptions, Store, StoreOptions, default_log_dir};
 use walvisor_testkit::nbd::SEND_FLUSH;
 use walvisor_testkit::vhost_user_client::VhostUserClient;
-use walvisor_vmm::disk::{DeviceKind, OpenDisk};
+use walvisor_vmm::disk::OpenDisk;
 use walvisor_vmm::vm::DiskConfig;
 
 use crate::bench::{Matrix, Side, Turn};
@@ -264,14 +263,11 @@ impl GuestDoor {
         };
         let disk = DiskConfig {
             disk: OpenDisk {
-                kind: DeviceKind::Blk,
-                name: work.backend.clone(),
-                backend,
                 device: BlockConfig {
                     queues: QUEUES,
                     ..BlockConfig::default()
                 },
-                limits: Limits::default(),
+                ..OpenDisk::new(&work.backend, backend)
             },
             transport,
             notifications,

@@ -52,6 +52,17 @@ pub struct DiskConfig {
     pub notifications: Notifications,
 }
 
+impl From<OpenDisk> for DiskConfig {
+    /// The disk over virtio-mmio, with eventfds.
+    fn from(disk: OpenDisk) -> Self {
+        Self {
+            disk,
+            transport: TransportKind::default(),
+            notifications: Notifications::default(),
+        }
+    }
+}
+
 /// A network device of the VM.
 pub struct NetworkConfig {
     /// What carries its frames.

@@ -4,9 +4,8 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use walvisor_devices::block::{BlockConfig, MAX_QUEUE_SIZE};
-use walvisor_devices::throttle::Limits;
 use walvisor_storage::{DiskOptions, Store, StoreOptions, create_disk, default_log_dir};
-use walvisor_vmm::disk::{DeviceKind, OpenDisk};
+use walvisor_vmm::disk::OpenDisk;
 use walvisor_vmm::vm::DiskConfig;
 
 use super::error::DemoError;
@@ -79,11 +78,8 @@ impl DemoDisks {
             .flat_map(move |(name, transport, _, store)| {
                 store.disks().iter().map(move |disk| DiskConfig {
                     disk: OpenDisk {
-                        kind: DeviceKind::Blk,
-                        name: (*name).to_owned(),
-                        backend: Arc::new(disk.clone()),
                         device: device(name, task),
-                        limits: Limits::default(),
+                        ..OpenDisk::new(name, Arc::new(disk.clone()))
                     },
                     transport: *transport,
                     notifications: Notifications::default(),

@@ -116,12 +116,11 @@ mod tests {
 
     use walvisor_devices::backend::ram::RamDisk;
     use walvisor_devices::block::BlockConfig;
-    use walvisor_devices::throttle::Limits;
 
     use super::*;
     use crate::disk_spec::Notifications;
     use walvisor_guest::contract::LoadKind;
-    use walvisor_vmm::disk::{DeviceKind, OpenDisk};
+    use walvisor_vmm::disk::OpenDisk;
 
     const REQUESTS: u64 = 500;
 
@@ -136,15 +135,12 @@ mod tests {
         }
         let disk = DiskConfig {
             disk: OpenDisk {
-                kind: DeviceKind::Blk,
-                name: "any".to_owned(),
-                backend: Arc::new(RamDisk::new(16 << 11)),
                 device: BlockConfig {
                     queues: 4,
                     queue_size: 64,
                     ..BlockConfig::default()
                 },
-                limits: Limits::default(),
+                ..OpenDisk::new("any", Arc::new(RamDisk::new(16 << 11)))
             },
             transport,
             notifications,

@@ -10,8 +10,7 @@ use walvisor_devices::backend::{
     Backend, BackendQueue, Capabilities, Completion, Failure, Operation,
 };
 use walvisor_devices::block::BlockConfig;
-use walvisor_devices::throttle::Limits;
-use walvisor_vmm::disk::{DeviceKind, OpenDisk};
+use walvisor_vmm::disk::OpenDisk;
 use walvisor_vmm::seccomp::Seccomp;
 use walvisor_vmm::vm::DiskConfig;
 
@@ -172,16 +171,13 @@ fn transcript(fault: Fault, task: Task) -> Option<Transcript> {
     }
     let disk = |name: &str, transport, fault| DiskConfig {
         disk: OpenDisk {
-            kind: DeviceKind::Blk,
-            name: name.to_owned(),
-            backend: Arc::new(FaultyDisk::new(fault)),
             device: BlockConfig {
                 queues: 2,
                 queue_size: 64,
                 serial: name.to_owned(),
                 ..BlockConfig::default()
             },
-            limits: Limits::default(),
+            ..OpenDisk::new(name, Arc::new(FaultyDisk::new(fault)))
         },
         transport,
         notifications: Notifications::default(),
@@ -268,15 +264,12 @@ fn every_byte_is_right_without_eventfds() {
         [("mmio", TransportKind::Mmio), ("pci", TransportKind::Pci)].map(|(name, transport)| {
             DiskConfig {
                 disk: OpenDisk {
-                    kind: DeviceKind::Blk,
-                    name: name.to_owned(),
-                    backend: Arc::new(RamDisk::new(64 << 11)),
                     device: BlockConfig {
                         queues: 4,
                         queue_size: 64,
                         ..BlockConfig::default()
                     },
-                    limits: Limits::default(),
+                    ..OpenDisk::new(name, Arc::new(RamDisk::new(64 << 11)))
                 },
                 transport,
                 notifications: Notifications::Exits,
