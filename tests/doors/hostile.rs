@@ -38,8 +38,8 @@ fn attack(dir: &Path, program: &str, arguments: &[&str], attacks: &[&str]) {
     for (line, name) in lines.iter().zip(["alone"].iter().chain(attacks)) {
         let rest = line.strip_prefix(&format!("{name}: "));
         let commits = rest.and_then(|rest| rest.split(' ').next());
-        let commits: u64 = commits.unwrap_or_else(|| panic!("{line}")).parse().unwrap();
-        assert!(commits > 0, "{line}");
+        let commits: f64 = commits.unwrap_or_else(|| panic!("{line}")).parse().unwrap();
+        assert!(commits > 0.0, "{line}");
     }
 }
 

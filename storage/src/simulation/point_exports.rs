@@ -138,7 +138,19 @@ impl History {
             shows: then[disk].clone(),
             ended: false,
         });
-        self.go_on_at(running, look)
+        self.go_on_at(running, look)?;
+        // Most of a small disk is copied at once: then nothing has to be saved for it.
+        if self.acts.one_in(2) {
+            self.give_way();
+        }
+        Ok(())
+    }
+
+    /// Closes the look of the export.
+    fn give_way(&mut self) {
+        let export = self.in_use.point_export.iter_mut();
+        let closed = export.filter_map(|export| export.look.take()).count();
+        self.totals.gave_way += closed as u64;
     }
 
     /// Goes on with another look, or ends the export if there is none.
@@ -162,7 +174,7 @@ impl History {
     /// at its end.
     pub(super) fn copy_point(&mut self, running: &RunningStore) -> Result<(), Violation> {
         let pressed = should_give_way(running.log(), false) && self.acts.one_in(2);
-        let gives_way = pressed || self.acts.one_in(12);
+        let gives_way = pressed || self.acts.one_in(4);
         let Some(export) = &mut self.in_use.point_export else {
             return Ok(());
         };
@@ -215,7 +227,8 @@ impl History {
         if export.ended || detached || obstructs || self.acts.one_in(20) {
             return self.end_point_export(running);
         }
-        if export.look.is_some() || should_give_way(running.log(), false) && self.acts.one_in(2) {
+        let waits = should_give_way(running.log(), false) || self.acts.one_in(2);
+        if export.look.is_some() || waits && self.acts.one_in(2) {
             return Ok(());
         }
         let held = running.keeper.hold(&live.state, PinUser::Export);

@@ -217,7 +217,9 @@ pub fn tell(
 ) -> io::Result<()> {
     let line = |name: &str, commits: Commits| {
         let (per_s, longest) = (commits.per_s, commits.longest.as_millis());
-        format!("{name}: {per_s:.0} commits/s, the longest {longest} ms")
+        // One in three seconds is not none.
+        let decimals = usize::from(per_s < 10.0);
+        format!("{name}: {per_s:.decimals$} commits/s, the longest {longest} ms")
     };
     println!("{}", line("alone", Commits::count(victim, time)?));
     for attack in attacks {
