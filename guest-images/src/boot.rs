@@ -17,7 +17,7 @@ use std::process::{Child, Command, Stdio};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use rustix::io::Errno;
 use rustix::process::{Pid, Signal, WaitId, WaitIdOptions, getpid, kill_process, waitid};
@@ -65,6 +65,8 @@ pub struct OwnGuest {
     pub metrics_listen: Option<String>,
 }
 
+/// How long the daemon of the disks may take to close them.
+const CLOSE_LIMIT: Duration = Duration::from_secs(60);
 /// Bytes of memory that a nested machine has.
 const NESTED_MACHINE: u64 = 4 << 30;
 /// Bytes of them that a guest may have.
@@ -286,9 +288,23 @@ impl Daemon {
 impl Drop for Daemon {
     fn drop(&mut self) {
         self.ending.store(true, Ordering::SeqCst);
-        // Fails if it has already ended.
-        let _ = kill_process(Pid::from_child(&self.child), Signal::TERM);
-        let _ = self.child.wait();
+        let began = Instant::now();
+        // One that somebody has stopped would not end. Fails if it has already ended.
+        for signal in [Signal::TERM, Signal::CONT] {
+            let _ = kill_process(Pid::from_child(&self.child), signal);
+        }
+        while matches!(self.child.try_wait(), Ok(None)) {
+            if began.elapsed() > CLOSE_LIMIT {
+                eprintln!(
+                    "walvisor-guest-images: 'walvisor serve', which has the disks, does not end, and is killed: they \
+                     are as after a power cut"
+                );
+                let _ = self.child.kill();
+                let _ = self.child.wait();
+                return;
+            }
+            thread::sleep(Duration::from_millis(20));
+        }
     }
 }
 

@@ -282,6 +282,13 @@ impl Job {
         match end {
             BootEnd::Hung => return Ok(None),
             BootEnd::TimedOut => return Err(self.timed_out()),
+            BootEnd::GivenUp => {
+                return Err(Error::Unusable(
+                    "Ctrl-A x: the machine that QEMU emulates around the guest went on, and was killed; the \
+                     guest's disks are as after a power cut"
+                        .to_owned(),
+                ));
+            }
             BootEnd::PoweredOff => {}
         }
         // debugfs creates the directory, and fails if it exists.

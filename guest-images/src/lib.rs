@@ -53,6 +53,7 @@ pub mod guest;
 mod images;
 mod job;
 mod kernel;
+mod keyboard;
 mod machine;
 mod metrics;
 mod nested;

@@ -16,10 +16,11 @@ use std::time::{Duration, Instant};
 
 use rustix::io::{FdFlags, fcntl_setfd};
 use rustix::stdio::stdin;
-use rustix::termios::{OptionalActions, Termios, isatty, tcgetattr, tcsetattr};
+use rustix::termios::isatty;
 
 use crate::error::{Error, FileContext, Result};
 use crate::guest::vhost_user_disk;
+use crate::keyboard::Keyboard;
 use crate::process::{LeashedChild, program_error, run};
 use crate::stop;
 use crate::userland::search_path;
@@ -43,6 +44,8 @@ pub(crate) enum BootEnd {
     Hung,
     /// The job ran longer than its limit.
     TimedOut,
+    /// A user has typed Ctrl-A x, and the machine went on.
+    GivenUp,
 }
 
 /// The files and the time limit of one boot.
@@ -94,8 +97,7 @@ impl NestedBoot<'_> {
         }
         qemu.args(["-nodefaults", "-no-user-config", "-no-reboot"])
             .args(["-display", "none", "-serial", "chardev:console", "-chardev"])
-            // Ctrl-C on a terminal goes to the guest.
-            .arg(format!("stdio,id=console,signal={}", if self.terminal { "off" } else { "on" }))
+            .arg("stdio,id=console")
             .args([
                 "-accel",
                 "tcg,thread=multi",
@@ -129,7 +131,7 @@ impl NestedBoot<'_> {
             .args(["-device", "virtio-blk-pci,drive=work"])
             .args(disks)
             .args(network)
-            .stdin(if self.terminal { Stdio::inherit() } else { Stdio::null() })
+            .stdin(if self.terminal { Stdio::piped() } else { Stdio::null() })
             .stdout(Stdio::piped())
             .stderr(Stdio::piped());
         qemu
@@ -140,17 +142,22 @@ impl NestedBoot<'_> {
     /// # Errors
     /// QEMU cannot be started or fails.
     pub(crate) fn run(&self, mut line: impl FnMut(&str)) -> Result<BootEnd> {
-        let _terminal = self.terminal.then(TerminalMode::save);
         let mut command = self.command();
         let mut qemu = LeashedChild::spawn(&mut command, false)?;
-        if self.terminal {
-            qemu.echo();
-        }
+        let keyboard = match qemu.take_input() {
+            Some(input) => {
+                qemu.echo();
+                let keyboard = Keyboard::connect(input);
+                Some(keyboard.at("read", "the terminal")?)
+            }
+            None => None,
+        };
         let start = Instant::now();
         let (mut booted, mut stuck) = (false, false);
         // A user at the console may be silent for any time.
         let is_interactive = self.terminal && isatty(stdin());
         let mut last_output = start;
+        let (mut asked, mut given_up) = (None, false);
         let status = qemu.watch(|text| {
             if let Some(text) = text {
                 last_output = Instant::now();
@@ -159,13 +166,18 @@ impl NestedBoot<'_> {
                 line(text);
             }
             stuck |= !is_interactive && last_output.elapsed() > SILENCE_LIMIT;
-            if stuck || start.elapsed() > if booted { self.limit } else { BOOT_LIMIT } {
+            let mut keyboard = keyboard.iter();
+            given_up = keyboard.any(|keyboard| keyboard.gives_up(&mut asked));
+            if given_up || stuck || start.elapsed() > if booted { self.limit } else { BOOT_LIMIT } {
                 ControlFlow::Break(())
             } else {
                 ControlFlow::Continue(())
             }
         });
         stop::check()?;
+        if given_up {
+            return Ok(BootEnd::GivenUp);
+        }
         match status.at("wait for", "qemu-system-x86_64")? {
             Some(status) if status.code().is_none() => {
                 line(&format!("outer: qemu-system-x86_64 was killed: {status}"));
@@ -177,25 +189,6 @@ impl NestedBoot<'_> {
             Some(_) if booted => Ok(BootEnd::PoweredOff),
             None if booted && !stuck => Ok(BootEnd::TimedOut),
             _ => Ok(BootEnd::Hung),
-        }
-    }
-}
-
-/// The mode of the terminal at stdin, which a killed QEMU does not restore. Dropping this restores
-/// it.
-struct TerminalMode(Option<Termios>);
-
-impl TerminalMode {
-    fn save() -> Self {
-        Self(tcgetattr(stdin()).ok())
-    }
-}
-
-impl Drop for TerminalMode {
-    fn drop(&mut self) {
-        if let Some(mode) = &self.0 {
-            // There is nobody left to report a failure to.
-            let _ = tcsetattr(stdin(), OptionalActions::Now, mode);
         }
     }
 }
