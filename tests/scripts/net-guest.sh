@@ -31,6 +31,17 @@ fetch() {
     echo "guest: back $(wget -q -O - --post-file=/tmp/file "http://$1:8080/cgi-bin/sum" | cut -d' ' -f1)"
 }
 fetch "$(cat /tmp/router)" passt
+if [ "$(head -c 5 /dev/vda)" != again ]; then
+    # A reset in the middle of frames that come and go: passt goes on with the next boot.
+    echo again | dd of=/dev/vda bs=512 conv=fsync,sync 2>/dev/null
+    for _ in 1 2 3 4; do
+        wget -q -O /dev/null "http://$(cat /tmp/router):8080/file" &
+        wget -q -O /dev/null --post-file=/tmp/file "http://$(cat /tmp/router):8080/cgi-bin/sum" &
+    done
+    usleep 200000
+    echo 'guest: resets'
+    reboot -f
+fi
 fetch 10.9.0.1 tap
 echo "guest: both networks work"
 seconds=0

@@ -1,5 +1,5 @@
-# A guest with two networks, passt over MMIO and a tap device over PCI, fetches a file over both and sends it back. Then
-# passt is killed: that link goes down, the other one and the disk go on.
+# A guest with two networks, passt over MMIO and a tap device over PCI, fetches a file over passt and resets while it
+# fetches more. Booted again, it fetches the file over both and sends it back. Then passt is killed: that link goes down, the other one and the disk go on.
 
 # passt leaves its root file system, which cannot be an initramfs, and makes a user namespace, which takes a root of its own.
 # It becomes nobody.
@@ -52,7 +52,7 @@ walvisor disk create disk.img --size 32M || exit
 guest_initrd net.initrd "$JOB/net.sh"
 start_guest net --kernel "$IMAGES/vmlinuz" --initrd net.initrd --memory 256M \
     --cmdline 'console=ttyS0 quiet mitigations=off panic=-1 reboot=t' --metrics "$RESULTS/net.prom" \
-    --disk path=disk.img --net passt,host=on,mac=02:00:00:00:00:01 \
+    --on-reboot restart --disk path=disk.img --net passt,host=on,mac=02:00:00:00:00:01 \
     --net tap=tap0,mac=02:00:00:00:00:02,transport=pci
 ip addr add 10.9.0.1/24 dev tap0
 ip link set tap0 up

@@ -11,6 +11,7 @@ use std::mem::size_of;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use std::os::unix::fs::OpenOptionsExt;
 use std::os::unix::net::UnixStream;
+use std::sync::{Arc, Mutex, PoisonError};
 
 /// Length of the number before each frame of a stream, in bytes.
 const PREFIX: usize = size_of::<u32>();
@@ -37,10 +38,22 @@ pub struct Link {
     name: String,
     file: File,
     framing: Framing,
+    rest: Arc<Mutex<Rest>>,
+}
+
+/// What a device that is gone had read or wanted to write of a stream. The next one goes on there,
+/// or the two ends would be out of step.
+#[derive(Debug, Default)]
+struct Rest {
+    /// Bytes that were read and not consumed.
+    received: Vec<u8>,
+    /// Bytes that the link has not taken.
+    pending: Vec<u8>,
 }
 
 impl Link {
-    /// Another descriptor of the same link, for a device that comes after this one.
+    /// Another descriptor of the same link, for a device that comes after this one: it goes on
+    /// within the frame in which this one's ended.
     ///
     /// # Errors
     /// If the system refuses the descriptor.
@@ -49,6 +62,7 @@ impl Link {
             name: self.name.clone(),
             file: self.file.try_clone()?,
             framing: self.framing,
+            rest: Arc::clone(&self.rest),
         })
     }
 
@@ -63,6 +77,7 @@ impl Link {
             name: "stream".to_owned(),
             file: File::from(OwnedFd::from(socket)),
             framing: Framing::Stream,
+            rest: Arc::default(),
         })
     }
 
@@ -103,6 +118,7 @@ impl Link {
             name: format!("tap {interface}"),
             file,
             framing: Framing::Tap,
+            rest: Arc::default(),
         })
     }
 
@@ -118,21 +134,34 @@ impl Link {
 
     /// The two directions, each with a descriptor of its own.
     pub(super) fn split(self, max_frame: usize) -> io::Result<(FrameReceiver, FrameSender)> {
+        let before = std::mem::take(&mut *lock(&self.rest));
+        let mut buffer = before.received;
+        let end = buffer.len();
+        buffer.resize(READ_BUFFER, 0);
+        let mut pending = before.pending;
+        pending.reserve(WRITE_BUFFER + PREFIX + max_frame);
         let receiver = FrameReceiver {
             file: self.file.try_clone()?,
             framing: self.framing,
-            buffer: vec![0; READ_BUFFER],
+            buffer,
             start: 0,
-            end: 0,
+            end,
             max_frame,
+            rest: Arc::clone(&self.rest),
         };
         let sender = FrameSender {
             file: self.file,
             framing: self.framing,
-            pending: Vec::with_capacity(WRITE_BUFFER + PREFIX + max_frame),
+            pending,
+            rest: self.rest,
         };
         Ok((receiver, sender))
     }
+}
+
+fn lock(rest: &Mutex<Rest>) -> std::sync::MutexGuard<'_, Rest> {
+    // No panic leaves it half changed.
+    rest.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 /// What a receiver has.
@@ -164,6 +193,16 @@ pub(super) struct FrameReceiver {
     start: usize,
     end: usize,
     max_frame: usize,
+    rest: Arc<Mutex<Rest>>,
+}
+
+impl Drop for FrameReceiver {
+    fn drop(&mut self) {
+        // Each read of a tap device is a frame, and this one is lost.
+        if self.framing == Framing::Stream {
+            lock(&self.rest).received = self.buffer[self.start..self.end].to_vec();
+        }
+    }
 }
 
 impl FrameReceiver {
@@ -258,6 +297,15 @@ pub(super) struct FrameSender {
     framing: Framing,
     /// Bytes that the link has not taken yet.
     pending: Vec<u8>,
+    rest: Arc<Mutex<Rest>>,
+}
+
+impl Drop for FrameSender {
+    fn drop(&mut self) {
+        if self.framing == Framing::Stream {
+            lock(&self.rest).pending = std::mem::take(&mut self.pending);
+        }
+    }
 }
 
 /// What became of the frames of a [`flush`](FrameSender::flush).
@@ -377,6 +425,50 @@ mod tests {
         let (mut theirs, mut receiver, _sender) = pair();
         theirs.write_all(&65554_u32.to_be_bytes()).unwrap();
         assert!(matches!(receiver.peek(), Err(LinkEnd::OutOfStep(65554))));
+    }
+
+    /// A guest that boots again has a new device on the same link, wherever the old one stopped.
+    #[test]
+    fn the_next_device_goes_on_within_the_frame() {
+        let (ours, mut theirs) = UnixStream::pair().unwrap();
+        let link = Link::stream(ours).unwrap();
+        let frame = |byte: u8| [&1000_u32.to_be_bytes()[..], &[byte; 1000]].concat();
+        for round in 0..20 {
+            let cut = 1 + 50 * round;
+            let (mut receiver, mut sender) = link.try_clone().unwrap().split(MAX).unwrap();
+            theirs.write_all(&frame(1)[..cut]).unwrap();
+            assert_eq!(next(&mut receiver), None);
+            let mut taken = Vec::new();
+            let add = |sender: &mut FrameSender, byte: u8| {
+                sender.add(1000, |bytes| {
+                    bytes.fill(byte);
+                    Ok::<_, ()>(())
+                })
+            };
+            // The stream is full, in the middle of a frame.
+            let mut added = 0;
+            while sender.flush().unwrap() == Flushed::All {
+                add(&mut sender, 2).unwrap();
+                added += 1;
+            }
+            drop((receiver, sender));
+            let (mut receiver, mut sender) = link.try_clone().unwrap().split(MAX).unwrap();
+            theirs.write_all(&frame(1)[cut..]).unwrap();
+            assert_eq!(next(&mut receiver), Some(vec![1; 1000]));
+            assert_eq!(next(&mut receiver), None);
+            theirs.set_nonblocking(true).unwrap();
+            loop {
+                let all = sender.flush().unwrap() == Flushed::All;
+                let read = theirs.read_to_end(&mut taken);
+                assert_eq!(read.unwrap_err().kind(), io::ErrorKind::WouldBlock);
+                if all {
+                    break;
+                }
+            }
+            theirs.set_nonblocking(false).unwrap();
+            assert_eq!(taken.len(), added * 1004);
+            assert!(taken.chunks(1004).all(|taken| taken == frame(2)));
+        }
     }
 
     #[test]

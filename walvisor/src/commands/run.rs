@@ -30,7 +30,7 @@ use crate::disks;
 use crate::machine_memory::{check_guest_memory, machine_memory};
 use crate::metrics::{DiskMetrics, RunMetrics, render};
 use crate::metrics_server::MetricsServer;
-use crate::net_spec::{NetArgument, NetLink, NetSpec};
+use crate::net_spec::{NetArgument, NetSpec};
 use crate::network::OpenNetwork;
 use crate::size::parse_size;
 
@@ -199,14 +199,6 @@ pub fn run(arguments: &RunArguments, started: Instant) -> Result<(), CommandErro
 /// Refuses arguments that make no VM.
 fn check(arguments: &RunArguments) -> Result<(), CommandError> {
     disks::check(&arguments.disks).map_err(CommandError::Usage)?;
-    let streams = |spec: &NetSpec| !matches!(spec.link, NetLink::Tap(_));
-    if arguments.on_reboot == OnReboot::Restart && arguments.networks.iter().any(streams) {
-        return Err(CommandError::Usage(
-            "--on-reboot restart works with --net tap=NAME only: passt and stream sockets could be cut off within a \
-             frame"
-                .to_owned(),
-        ));
-    }
     let memory = arguments.memory;
     check_guest_memory(memory)
         .map_err(|reason| CommandError::Usage(format!("--memory {memory}: {reason}")))?;

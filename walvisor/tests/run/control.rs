@@ -176,18 +176,6 @@ fn a_guest_that_resets_boots_again_on_the_same_disks() {
     }
 }
 
-#[test]
-fn a_reboot_does_not_keep_a_network_that_could_lose_its_place() {
-    let words = "run --kernel none --on-reboot restart --net passt";
-    let output = command(words.split(' ')).output().unwrap();
-    assert_eq!(output.status.code(), Some(2));
-    let told = stderr(&output);
-    assert!(
-        told.contains("--on-reboot restart works with --net tap=NAME only"),
-        "{told}"
-    );
-}
-
 /// Starts `walvisor run` in `dir`.
 fn run(dir: &Path, arguments: &[&str]) -> Process {
     let words = "run --memory 4M --kernel bzImage --cmdline up --cpus 2 --disk path=disk.img \
