@@ -1,8 +1,8 @@
-//! libvirt's own daemon, of an ordinary user: it needs no set-up of the machine, and leaves nothing
-//! behind.
+//! libvirt's own daemon: that of the system (`qemu:///system`) if the caller is root, else that of
+//! an ordinary user. It needs no set-up of the machine: what it writes is below one directory.
 
 use std::fs::{self, File};
-use std::os::unix::fs::{PermissionsExt, chown};
+use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 use std::thread;
@@ -19,6 +19,23 @@ const PATIENCE: &str = "120";
 /// How long the daemon may take to start.
 const START_LIMIT: Duration = Duration::from_secs(120);
 
+/// Runs `libvirtd` in system mode in a mount namespace of its own, with the files of $PLACE in place
+/// of the system's, and the user and groups that its package makes.
+const SYSTEM: &str = "set -e
+for place in etc var/lib var/cache var/log; do
+    mkdir -p \"$PLACE/$place/libvirt\" \"/$place/libvirt\"
+    mount --bind \"$PLACE/$place/libvirt\" \"/$place/libvirt\"
+done
+mount -t tmpfs run /run
+mkdir /run/libvirt
+cp /etc/passwd /etc/group /run
+echo libvirt-qemu:x:64055:64055::/var/lib/libvirt:/usr/sbin/nologin >>/run/passwd
+for group in libvirt-qemu:x:64055: kvm:x:64054:; do
+    grep -q \"^${group%%:*}:\" /run/group || echo $group >>/run/group
+done
+for file in passwd group; do mount --bind /run/$file /etc/$file; done
+libvirtd --config \"$PLACE/libvirtd.conf\"; true";
+
 /// A `libvirtd` whose domains are QEMU's in full emulation. Dropping it kills it and all its
 /// domains, like a power cut.
 pub struct Libvirt {
@@ -27,7 +44,7 @@ pub struct Libvirt {
 }
 
 impl Libvirt {
-    /// The user ID and group ID of the daemon and its domains, if the caller is root: `nobody`.
+    /// The user ID and group ID of the domains, if the caller is root: `nobody`.
     pub const USER: u32 = 65534;
 
     /// Starts the daemon. All its files are in `dir`, where it finds its domains again after a
@@ -36,32 +53,40 @@ impl Libvirt {
     /// # Errors
     /// A file cannot be written, or a program cannot be started.
     pub fn start(dir: &Path) -> Result<Self> {
-        let settings = dir.join(".config/libvirt");
+        let root = rustix::process::geteuid().is_root();
+        let settings = dir.join(if root {
+            "etc/libvirt"
+        } else {
+            ".config/libvirt"
+        });
         fs::create_dir_all(&settings).at("create", &settings)?;
         // QEMU's output goes to a file instead of virtlogd, one daemon less.
-        let file = settings.join("qemu.conf");
-        fs::write(&file, "stdio_handler = \"file\"\n").at("write", &file)?;
-        if rustix::process::geteuid().is_root() {
+        let mut text = "stdio_handler = \"file\"\n".to_owned();
+        if root {
+            text += "user = \"nobody\"\ngroup = \"nogroup\"\ndynamic_ownership = 0\n\
+                     remember_owner = 0\ncgroup_controllers = []\nnamespaces = []\n\
+                     security_driver = \"none\"\n";
             let reachable = fs::Permissions::from_mode(0o755);
             fs::set_permissions(dir, reachable).at("set the mode of", dir)?;
-            for place in [dir, &dir.join(".config"), &settings] {
-                chown(place, Some(Self::USER), Some(Self::USER))
-                    .at("change the owner of", place)?;
-            }
+            let file = dir.join("libvirtd.conf");
+            let place = dir.display();
+            let daemon = format!("unix_sock_dir = \"{place}\"\nauth_unix_rw = \"none\"\n");
+            fs::write(&file, daemon).at("write", &file)?;
         }
+        let file = settings.join("qemu.conf");
+        fs::write(&file, text).at("write", &file)?;
         let place = dir.to_owned();
         let log = place.join("libvirtd.log");
         let log = File::create(&log).at("create", &log)?;
-        // QEMU detaches from libvirt, which starts it. The namespace's first process adopts it, and
-        // takes it along.
+        // QEMU detaches from libvirt, which starts it. The namespace's first process, which stays,
+        // adopts it, and takes it along.
         let mut command = Command::new("unshare");
-        let root = rustix::process::geteuid().is_root();
         command.args((!root).then_some("--map-current-user"));
         command.args(["--pid", "--fork", "--kill-child", "--mount-proc"]);
-        command.args(["sh", "-c", "\"$@\"; true", "sh"]);
-        as_user(&mut command, &place);
+        let script = if root { SYSTEM } else { "libvirtd; true" };
+        command.args(["sh", "-c", script]);
+        at_home(&mut command, &place);
         command
-            .arg("libvirtd")
             .stdin(Stdio::null())
             .stdout(Stdio::null())
             .stderr(log);
@@ -87,8 +112,14 @@ impl Libvirt {
     pub fn virsh(&self, arguments: &[&str]) -> Result<String> {
         let mut command = Command::new("timeout");
         command.arg(PATIENCE);
-        as_user(&mut command, &self.place);
-        command.args(["virsh", "--quiet", "--connect", "qemu:///session"]);
+        at_home(&mut command, &self.place);
+        let daemon = if rustix::process::geteuid().is_root() {
+            let place = self.place.display();
+            format!("qemu:///system?socket={place}/libvirt-sock")
+        } else {
+            "qemu:///session".to_owned()
+        };
+        command.args(["virsh", "--quiet", "--connect", &daemon]);
         let output = run(command.args(arguments))?;
         Ok(String::from_utf8_lossy(&output.stdout).trim().to_owned())
     }
@@ -136,10 +167,11 @@ impl Libvirt {
     }
 }
 
-/// Lets a command that takes a command run the next one as libvirt's user, whose home is `place`.
-fn as_user(command: &mut Command, place: &Path) {
+/// Lets a command take `place` for its home.
+fn at_home(command: &mut Command, place: &Path) {
     command
         .current_dir(place)
+        .env("PLACE", place)
         .env("HOME", place)
         .env("XDG_RUNTIME_DIR", place);
     command
@@ -147,12 +179,4 @@ fn as_user(command: &mut Command, place: &Path) {
         .env_remove("XDG_CACHE_HOME");
     // Otherwise virsh starts a daemon of its own, which would stay.
     command.env("LIBVIRT_AUTOSTART", "0");
-    if rustix::process::geteuid().is_root() {
-        let user = Libvirt::USER;
-        command
-            .arg("setpriv")
-            .arg(format!("--reuid={user}"))
-            .arg(format!("--regid={user}"));
-        command.arg("--clear-groups");
-    }
 }
