@@ -220,6 +220,7 @@ fn commit_beside_backups(keys: &str, time: Duration) {
         drop(stopping);
         (writer.join().unwrap(), backups)
     });
+    let mut p99 = Vec::new();
     for (mut took, with) in took.into_iter().zip(["without", "with"]) {
         took.sort_unstable();
         let at = |part: usize| took[took.len() * part / 1000];
@@ -232,8 +233,14 @@ fn commit_beside_backups(keys: &str, time: Duration) {
             at(999),
             took.last().unwrap()
         );
+        p99.push(at(990).as_secs_f64());
     }
-    println!("{backups} backups of {} MiB", SIZE / MIB);
+    // The first would have ended the test.
+    println!(
+        "{backups} backups of {} MiB, 0 writes failed (EIO), p99 with a backup: {:.2} times that without",
+        SIZE / MIB,
+        p99[1] / p99[0]
+    );
     drop(client);
     daemon.stop();
 }
