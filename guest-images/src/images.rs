@@ -128,8 +128,9 @@ impl GuestImages {
         scratch: &ScratchDir,
         reporter: &Reporter,
     ) -> Result<Self> {
-        reporter.progress("asking apt for package versions");
-        let packages = packages::resolve(&packages::GUEST_PACKAGES, scratch.path(), reporter)?;
+        let kept = cache.root().join("versions-guest");
+        let packages =
+            packages::resolve(&packages::GUEST_PACKAGES, &kept, scratch.path(), reporter)?;
         let list = packages::list(&packages);
         let inputs = [
             BUILDER,
@@ -155,7 +156,9 @@ impl GuestImages {
     pub fn ensure_newer(cache: &Cache, reporter: &Reporter) -> Result<Self> {
         packages::install_missing(&BUILD_NEEDS, reporter)?;
         let scratch = ScratchDir::new(cache, reporter)?;
-        let packages = packages::resolve(&packages::NEWER_PACKAGES, scratch.path(), reporter)?;
+        let kept = cache.root().join("versions-newer");
+        let packages =
+            packages::resolve(&packages::NEWER_PACKAGES, &kept, scratch.path(), reporter)?;
         let list = packages::list(&packages);
         let inputs = [
             BUILDER,

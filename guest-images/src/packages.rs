@@ -42,15 +42,59 @@ pub(crate) struct Package {
     pub(crate) version: String,
 }
 
+/// What apt says of packages follows from these, unless somebody has changed their contents only.
+const APT_STATE: [&str; 3] = [
+    "/var/lib/apt/lists",
+    "/etc/apt/sources.list",
+    "/etc/apt/sources.list.d",
+];
+
+/// As [`ask_apt`], which takes seconds, unless its answer of the last time still holds: `kept` has
+/// it.
+///
+/// # Errors
+/// As [`ask_apt`], or the answer can't be kept.
+pub(crate) fn resolve(
+    wanted: &[&str],
+    kept: &Path,
+    scratch: &Path,
+    reporter: &Reporter,
+) -> Result<Vec<Package>> {
+    let changed = |path: &&str| {
+        let changed = fs::metadata(path).and_then(|found| found.modified());
+        format!("{path} {:?}", changed.ok())
+    };
+    let state: Vec<_> = APT_STATE.iter().map(changed).collect();
+    let key = format!("{} {}", state.join(" "), wanted.join(" "));
+    let before = fs::read_to_string(kept).unwrap_or_default();
+    if let Some((first, rest)) = before.split_once('\n')
+        && first == key
+        && let Some(packages) = rest.lines().map(parse_list_line).collect()
+    {
+        return Ok(packages);
+    }
+    let packages = ask_apt(wanted, scratch, reporter)?;
+    let new = scratch.join("versions");
+    fs::write(&new, format!("{key}\n{}", list(&packages))).at("write", &new)?;
+    fs::rename(&new, kept).at("rename", &new)?;
+    Ok(packages)
+}
+
+/// Reads `fio=3.33-3`.
+fn parse_list_line(line: &str) -> Option<Package> {
+    let (name, version) = line.split_once('=')?;
+    Some(Package {
+        name: name.to_owned(),
+        version: version.to_owned(),
+    })
+}
+
 /// The `wanted` packages and the libraries that they need, in the distribution's current versions.
 ///
 /// # Errors
 /// apt is missing, or does not know the packages even after an update.
-pub(crate) fn resolve(
-    wanted: &[&str],
-    scratch: &Path,
-    reporter: &Reporter,
-) -> Result<Vec<Package>> {
+fn ask_apt(wanted: &[&str], scratch: &Path, reporter: &Reporter) -> Result<Vec<Package>> {
+    reporter.progress("asking apt for package versions");
     if !is_installed("apt-get") {
         return Err(Error::Unusable(
             "apt-get is missing: the guest images are built from Debian packages, so build them on Debian or Ubuntu"
@@ -262,6 +306,17 @@ fn install(packages: &[&str]) -> Result<()> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_list_is_read_as_it_was_written() {
+        let package = |name: &str, version: &str| Package {
+            name: name.to_owned(),
+            version: version.to_owned(),
+        };
+        let packages = vec![package("fio", "3.33-3"), package("e2fsprogs", "1.47=~x")];
+        let read: Option<Vec<_>> = list(&packages).lines().map(parse_list_line).collect();
+        assert_eq!(read, Some(packages));
+    }
 
     #[test]
     fn install_lines_are_read() {
