@@ -10,10 +10,11 @@ use std::path::Path;
 use std::process::{ChildStdout, Command, Stdio};
 
 use rustix::process::{Pid, Signal, kill_process};
+use rustix::termios::tcgetattr;
 use walvisor_guest_images::{Machine, obstacle, program};
 use walvisor_testkit::Process;
-use walvisor_testkit::process::client;
-use walvisor_tests::{binary, have, have_passt, succeed};
+use walvisor_testkit::process::{client, run};
+use walvisor_tests::{binary, have, have_all, have_passt, have_python, succeed, terminal};
 
 /// With `port=` on the kernel's command line it fetches its greeting's first line from this
 /// machine, at its gateway's address.
@@ -51,8 +52,13 @@ fn root_image(dir: &Path) {
     );
 }
 
-/// Starts the program with these words after `boot`.
+/// Starts the program with these words after `boot`, and a pipe for what is typed.
 fn boot(dir: &Path, words: &[&str]) -> (Process, ChildStdout) {
+    boot_on(dir, words, Stdio::piped())
+}
+
+/// The same, with this input.
+fn boot_on(dir: &Path, words: &[&str], input: impl Into<Stdio>) -> (Process, ChildStdout) {
     // It takes the walvisor that is beside it.
     let _ = binary();
     let mut command = Command::new(program("walvisor-guest-images", "dev").unwrap());
@@ -61,7 +67,7 @@ fn boot(dir: &Path, words: &[&str]) -> (Process, ChildStdout) {
         .args(words)
         .env_remove("WALVISOR")
         .current_dir(dir)
-        .stdin(Stdio::piped())
+        .stdin(input)
         .stdout(Stdio::piped())
         .stderr(Stdio::piped());
     let mut child = Process::spawn(&mut command);
@@ -185,12 +191,7 @@ fn a_guest_ends_with_a_line_when_its_disks_daemon_is_killed() {
     root_image(dir);
     let (mut child, mut output) = boot(dir, &["disk.img"]);
     read_until(&mut output, "name? ");
-    let children = format!("/proc/{0}/task/{0}/children", child.id());
-    let children = fs::read_to_string(children).unwrap();
-    let daemon = children.split_whitespace().find(|pid| {
-        fs::read_to_string(format!("/proc/{pid}/comm")).is_ok_and(|name| name.trim() == "walvisor")
-    });
-    let daemon = Pid::from_raw(daemon.unwrap().parse().unwrap()).unwrap();
+    let daemon = child_of(&child, "walvisor");
     kill_process(daemon, Signal::KILL).unwrap();
     std::io::copy(&mut output, &mut std::io::stdout()).unwrap();
     assert_eq!(child.wait().unwrap().code(), Some(143));
@@ -202,6 +203,162 @@ fn a_guest_ends_with_a_line_when_its_disks_daemon_is_killed() {
         .read_to_string(&mut said)
         .unwrap();
     assert!(said.contains("has ended: the guest is stopped"), "{said}");
+}
+
+/// The child of a process with this name, as far as the kernel keeps it.
+fn child_of(process: &Process, name: &str) -> Pid {
+    let children = format!("/proc/{0}/task/{0}/children", process.id());
+    let children = fs::read_to_string(children).unwrap();
+    let found = children.split_whitespace().find(|pid| {
+        fs::read_to_string(format!("/proc/{pid}/comm")).is_ok_and(|found| found.trim() == name)
+    });
+    Pid::from_raw(
+        found
+            .unwrap_or_else(|| panic!("no {name}"))
+            .parse()
+            .unwrap(),
+    )
+    .unwrap()
+}
+
+/// Neither the emulated machine nor the daemon of the disks may keep a user at a dead terminal.
+#[test]
+fn ctrl_a_x_ends_a_guest_whatever_has_stopped_or_died() {
+    const QEMU: &str = "qemu-system-x86";
+    if let Some(why) = obstacle() {
+        return println!("skipped: {why}");
+    }
+    if Machine::choose().0 != Machine::Nested {
+        return println!("skipped: only a nested guest has a machine around it");
+    }
+    if !have("busybox", "busybox-static") {
+        return;
+    }
+    let dir = tempfile::tempdir().unwrap();
+    let dir = dir.path();
+    root_image(dir);
+    for stopped in ["nothing", "machine", "daemon", "both"] {
+        let (mut person, program) = terminal();
+        let before = tcgetattr(&program).unwrap().local_modes;
+        let (mut child, mut output) = boot_on(dir, &["disk.img"], program.try_clone().unwrap());
+        read_until(&mut output, "name? ");
+        assert_ne!(tcgetattr(&program).unwrap().local_modes, before);
+        if stopped == "machine" {
+            // One that is killed comes back.
+            kill_process(child_of(&child, QEMU), Signal::KILL).unwrap();
+            read_until(&mut output, "name? ");
+        }
+        if ["machine", "both"].contains(&stopped) {
+            kill_process(child_of(&child, QEMU), Signal::STOP).unwrap();
+        }
+        if ["daemon", "both"].contains(&stopped) {
+            kill_process(child_of(&child, "walvisor"), Signal::STOP).unwrap();
+        }
+        person.write_all(b"\x01x").unwrap();
+        // The pipe ends with the last process that has it.
+        std::io::copy(&mut output, &mut std::io::stdout()).unwrap();
+        let status = child.wait().unwrap().code();
+        let mut said = String::new();
+        let mut errors = child.stderr.take().unwrap();
+        errors.read_to_string(&mut said).unwrap();
+        let killed = said.contains("Ctrl-A x: the machine");
+        match stopped {
+            "nothing" => assert_eq!((status, killed), (Some(0), false), "{said}"),
+            "daemon" => assert!(killed == (status == Some(1)), "{status:?}: {said}"),
+            _ => assert_eq!((status, killed), (Some(1), true), "{said}"),
+        }
+        assert_eq!(tcgetattr(&program).unwrap().local_modes, before);
+        assert!(succeed(dir, "disk check disk.img").contains("clean"));
+    }
+}
+
+/// A guest as the README makes it, with a network: what it types there, in a Debian with systemd.
+#[test]
+fn a_first_guest_installs_a_package_over_its_network() {
+    if let Some(why) = obstacle() {
+        return println!("skipped: {why}");
+    }
+    let needs = [
+        ("mmdebstrap", "mmdebstrap"),
+        ("mke2fs", "e2fsprogs"),
+        ("dpkg-deb", "dpkg"),
+        ("ip", "iproute2"),
+    ];
+    if !have_all(&needs) || !have_python() || !have_passt() {
+        return;
+    }
+    let dir = tempfile::tempdir().unwrap();
+    let dir = dir.path();
+    let readme = include_str!("../../README.md");
+    for command in ["mmdebstrap ", "mke2fs "] {
+        let line = readme.lines().find(|line| line.starts_with(command));
+        let line = format!("cd '{}' && {}", dir.display(), line.unwrap());
+        run("timeout", &["900", "sh", "-c", &line]).unwrap();
+    }
+    // A repository with one package, which this machine serves.
+    let build = "mkdir -p www pkg/DEBIAN pkg/usr/bin
+        printf 'Package: greeting\nVersion: 1\nArchitecture: all\nMaintainer: A <a@example.com>\nDescription: greets\n' >pkg/DEBIAN/control
+        printf '#!/bin/sh\necho the package greets\n' >pkg/usr/bin/greeting
+        chmod 755 pkg/usr/bin/greeting
+        dpkg-deb --build --root-owner-group pkg www/greeting.deb
+        { cat pkg/DEBIAN/control
+          printf 'Filename: ./greeting.deb\nSize: %s\nSHA256: %s\n' $(stat -c %s www/greeting.deb) $(sha256sum www/greeting.deb | cut -d' ' -f1)
+        } >www/Packages";
+    client(dir, "sh", &["-euc", build]);
+    let mut served = Command::new("python3");
+    served
+        .args([
+            "-u",
+            "-m",
+            "http.server",
+            "0",
+            "--bind",
+            "127.0.0.1",
+            "--directory",
+            "www",
+        ])
+        .current_dir(dir)
+        .stdout(Stdio::piped())
+        .stderr(Stdio::null());
+    let mut server = Process::spawn(&mut served);
+    let told = server.first_lines(1).remove(0);
+    let port = told
+        .split_whitespace()
+        .skip_while(|word| *word != "port")
+        .nth(1);
+    let port: u16 = port.unwrap().parse().unwrap();
+
+    let (mut child, mut output) = boot(dir, &["disk.img", "--net", "passt,host=on"]);
+    let mut input = child.stdin.take().unwrap();
+    let mut type_it = |words: &str| writeln!(input, "{words}").unwrap();
+    read_until(&mut output, "login: ");
+    type_it("root");
+    read_until(&mut output, "# ");
+    let typed = "dhclient ";
+    assert!(readme.contains(typed));
+    type_it(typed.trim_end());
+    read_until(&mut output, "# ");
+    // The gateway's address is this machine.
+    type_it(&format!(
+        "echo \"deb [trusted=yes] http://$(ip -4 route show default | cut -d' ' -f3):{port} ./\" >/etc/apt/sources.list"
+    ));
+    read_until(&mut output, "# ");
+    let typed = "apt-get update && apt-get install -y ";
+    assert!(readme.contains(typed));
+    type_it(&format!("{typed}greeting; greeting"));
+    read_until(&mut output, "the package greets");
+    type_it("poweroff");
+    std::io::copy(&mut output, &mut std::io::stdout()).unwrap();
+    assert_eq!(child.wait().unwrap().code(), Some(0));
+    assert!(succeed(dir, "disk check disk.img").contains("clean"));
+    let greeting = client(
+        dir,
+        "debugfs",
+        &["-R", "stat /usr/bin/greeting", "disk.img"],
+    );
+    assert!(greeting.contains("Type: regular"), "{greeting}");
+    server.signal(Signal::TERM);
+    let _ = server.wait();
 }
 
 /// Before an image is fetched or built for it.
