@@ -98,6 +98,7 @@ pub use {
     log::commit::Commit,
     log::sharing::{SyncPartner, SyncSharing},
     medium::engine::EngineKind,
+    offline::live_export::PointReader,
     medium::io_ring::prepare_rings,
     medium::pace::Pace,
     offline::changes::{ChangedRange, Changes, disk_changes},

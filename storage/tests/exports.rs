@@ -404,3 +404,48 @@ fn an_export_ends_when_a_restore_in_place_leaves_no_room_for_it() {
     assert!(disk.snapshots().is_empty());
     store.close().unwrap();
 }
+
+/// Whoever reads a point, slowly or not at all, holds up no writer, and sees the point.
+#[test]
+fn a_reader_of_a_point_gives_way_to_a_guest_that_fills_the_log() {
+    for retain in [Retention::Nothing, Retention::All] {
+        let place = Place::empty();
+        let (store, state) = modified(&place, retain);
+        let disk = &store.disks()[0];
+        let mut reader = disk.reader_at(Point::Newest).unwrap();
+        assert_eq!(reader.bytes(), SIZE as u64);
+        for (at, len) in [
+            (0, 511),
+            (1, 512),
+            (SIZE as u64, 512),
+            (u64::MAX - 511, 1024),
+        ] {
+            assert!(reader.read(&mut vec![0; len], at).is_err(), "{at} {len}");
+        }
+        let mut port = disk.open_port().unwrap();
+        let guest = Guest::default();
+        guest.begun.store(true, Ordering::Relaxed);
+        std::thread::scope(|scope| {
+            scope.spawn(|| guest.write(&mut port));
+            let _end = EndGuard(&guest);
+            wait_until("a guest that goes on beside a silent reader", || {
+                reader.give_way().unwrap();
+                guest.written() > 2 * ROOM
+            });
+            let mut random = Random(7);
+            while guest.written() < 6 * ROOM {
+                let at = random.below(SIZE as u64 / 512) as usize * 512;
+                let len = (random.below(200) as usize + 1) * 512;
+                let mut bytes = vec![7; len.min(SIZE - at)];
+                reader.read(&mut bytes, at as u64).unwrap();
+                assert!(bytes == state[at..at + bytes.len()], "{at}");
+            }
+            let mut all = vec![7; SIZE];
+            reader.read(&mut all, 0).unwrap();
+            assert!(all == state);
+        });
+        drop((port, reader));
+        assert_eq!(saved_files(&place), 0);
+        store.close().unwrap();
+    }
+}

@@ -22,6 +22,7 @@ use crate::disk_spec::{
     BackendKind, DiskCache, DiskCommand, DiskSpec, MAX_QUEUES, MAX_SERIAL_BYTES,
 };
 use crate::machine_memory::machine_memory;
+use crate::point::refuse_retention;
 use crate::progress::with_bar;
 
 /// How long closing a log may copy it to the images by default.
@@ -105,6 +106,10 @@ impl OpenLogs {
             check_free_memory(spec)?;
             let scratch = make_files(one).map_err(failed)?;
             let mut disks = self.open(one, cpus, scratch).map_err(failed)?;
+            if let Err(why) = self.keep(one) {
+                drop(self.logs.pop());
+                return Err(why);
+            }
             return disks.pop().ok_or_else(|| "no disk was opened".to_owned());
         };
         if let Some(key) = log_key(spec) {
@@ -116,6 +121,34 @@ impl OpenLogs {
         let store = &mut self.logs[place].store;
         let disk = store.add_disk(&disk_options(spec)).map_err(failed)?;
         Ok(open_disk(spec, Arc::new(disk.clone()), cpus))
+    }
+
+    /// Sets how much history the logs of these disks keep, where a disk says so.
+    ///
+    /// # Errors
+    /// One line: a log would give up history that it keeps.
+    pub fn keep(&self, specs: &[DiskSpec]) -> Result<(), String> {
+        for spec in specs.iter().filter(|spec| !spec.read_only) {
+            let (Some(retain), Some(place)) = (spec.retain, self.log_of(spec)) else {
+                continue;
+            };
+            let Some(disk) = self.logs[place].store.disks().first() else {
+                continue;
+            };
+            if disk.gives_up_history(retain) {
+                let members = disk.members().map_err(|error| error.to_string())?;
+                let paths = members.iter().map(|(_, path)| path.display().to_string());
+                return Err(format!(
+                    "disk '{}': {}; open it without retain=, then 'walvisor ctl SOCKET set-retain \
+                     {retain} --give-up-history'",
+                    spec.name(),
+                    refuse_retention(&disk.history(), retain, paths.collect())
+                ));
+            }
+            let set = disk.set_retain(retain);
+            set.map_err(|error| format!("disk '{}': {error}", spec.name()))?;
+        }
+        Ok(())
     }
 
     /// Opens a disk of an open log again, after it could not be [removed](Self::remove).
@@ -175,7 +208,9 @@ impl OpenLogs {
                 .chain(detached.map(DiskOptions::detached))
                 .collect();
             // `check` has already refused disks that disagree.
-            let store_options = log_options(specs, &members).unwrap_or_default();
+            let mut store_options = log_options(specs, &members).unwrap_or_default();
+            // Set once the log is open and says what that would lose.
+            store_options.retain = None;
             let memory =
                 MemoryBudget::of_process().reserve(memory_of_log(store_options.index_memory));
             let mut read = 0;

@@ -146,6 +146,10 @@ pub fn history_text(history: &Value) -> String {
     )
 }
 
+/// What to do to lose history on purpose.
+pub const GIVE_UP: &str =
+    "to do that, add --give-up-history (in JSON: \"give_up_history\": true)";
+
 /// Refuses a checkpoint of a log that keeps history of these disks, which the checkpoint would end.
 /// (Snapshots stay.)
 ///
@@ -157,12 +161,22 @@ pub fn refuse_checkpoint(history: &LogHistory, disks: Vec<String>) -> Result<(),
     }
     Err(format!(
         "its log keeps history (retain={}), and a checkpoint would end it for {}: what is there \
-         since {} would be lost; to do that, add --give-up-history (in JSON: \
-         \"give_up_history\": true)",
+         since {} would be lost; {GIVE_UP}",
         history.retain,
         disks.join(", "),
         since_text(history.horizon.unix_us),
     ))
+}
+
+/// Why a retention is refused that gives up a part of the history that a log keeps of these disks.
+pub fn refuse_retention(history: &LogHistory, wanted: Retention, disks: Vec<String>) -> String {
+    format!(
+        "its log keeps history (retain={}), and retain={wanted} would give up a part of it, of {}: it \
+         is kept since {}",
+        history.retain,
+        disks.join(", "),
+        since_text(history.horizon.unix_us),
+    )
 }
 
 /// When a history begins. `unix_us`: of its horizon, or 0.

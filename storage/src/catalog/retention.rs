@@ -36,6 +36,32 @@ impl Retention {
     /// What the command line takes, and [`FromStr`], for people.
     pub const FORMS: &str = "off, all, a time such as 24h or 15m, or a size such as 50G";
 
+    /// Whether it keeps what `other` keeps, whatever was written.
+    fn covers(self, other: Self) -> bool {
+        match (self, other) {
+            (Self::All, _) | (_, Self::Nothing) => true,
+            (Self::Time(time), Self::Time(other)) => time >= other,
+            (Self::Bytes(bytes), Self::Bytes(other)) => bytes >= other,
+            _ => false,
+        }
+    }
+
+    /// As [`set`](Self::set), for a log whose records nobody has read.
+    ///
+    /// # Errors
+    /// If it may keep less than before; or as [`set`](Self::set).
+    pub(crate) fn set_unread(self, control: &mut Control) -> Result<()> {
+        let old = Self::of(&control.history);
+        self.set(control)?;
+        if !self.covers(old) {
+            return Err(invalid(format!(
+                "the log keeps retain={old}, and retain={self} would give history of its disks up; leave it out, or keep \
+                 less with 'walvisor ctl SOCKET set-retain {self}' while one of them is in use"
+            )));
+        }
+        Ok(())
+    }
+
     /// Segments needed to keep this many bytes; 0 for other kinds of retention.
     pub(crate) fn segments(self, segment_size: u64) -> u64 {
         match self {

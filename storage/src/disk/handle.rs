@@ -258,7 +258,17 @@ impl Disk {
         self.log.lock().keeper.retain
     }
 
-    /// Sets the retention.
+    /// Whether [`set_retain`](Self::set_retain) to this retention gives up history that the log
+    /// still has, and that its present retention keeps.
+    pub fn gives_up_history(&self, retain: Retention) -> bool {
+        let mut state = self.log.lock();
+        let now = state.clock.now().passed;
+        let beyond = |retain| state.ring.beyond(retain, now);
+        state.horizon.lsn < state.pipeline.appended()
+            && beyond(retain) > beyond(state.keeper.retain)
+    }
+
+    /// Sets the retention. What a smaller one does not cover is [given up](Self::gives_up_history).
     ///
     /// # Errors
     /// [`ErrorKind::InvalidInput`](crate::ErrorKind) if the log can't have as many segments; or the

@@ -480,6 +480,19 @@ impl SegmentRing {
         self.live.len() + self.step(retain) >= self.most as usize
     }
 
+    /// How many of the oldest segments this retention does not cover. `now`: see
+    /// [`Timestamp::passed`].
+    pub(crate) fn beyond(&self, retain: Retention, now: u64) -> usize {
+        let newer = |at: usize| (self.live.len() - at - 1) as u64 * self.segment_size;
+        let beyond = |&(at, live): &(usize, &LiveSegment)| match retain {
+            Retention::Nothing => true,
+            Retention::Time(time) => u128::from(now.saturating_sub(live.passed)) > time.as_micros(),
+            Retention::Bytes(bytes) => newer(at) >= bytes,
+            Retention::All => false,
+        };
+        self.live.iter().enumerate().take_while(beyond).count()
+    }
+
     /// How many of the oldest segments to free now under this retention, and how many of those have
     /// not expired yet. `now`: see [`Timestamp::passed`]. `pressed`: room is needed, whatever the
     /// retention. `pinned`: everything after this LSN stays.
@@ -491,14 +504,7 @@ impl SegmentRing {
         pinned: u64,
     ) -> (usize, usize) {
         let sealed = self.live.len() - usize::from(self.tail.is_some());
-        let newer = |at: usize| (self.live.len() - at - 1) as u64 * self.segment_size;
-        let expired = |&(at, live): &(usize, &LiveSegment)| match retain {
-            Retention::Nothing => true,
-            Retention::Time(time) => u128::from(now.saturating_sub(live.passed)) > time.as_micros(),
-            Retention::Bytes(bytes) => newer(at) >= bytes,
-            Retention::All => false,
-        };
-        let expired = self.live.iter().enumerate().take_while(expired).count();
+        let expired = self.beyond(retain, now);
         let step = self.step(retain);
         let wanted = if pressed {
             expired.max(step)

@@ -48,8 +48,8 @@ type StepHook<'a> = &'a mut dyn FnMut(CreateStep);
 /// [`retain`](StoreOptions::retain). Reuses what an earlier, interrupted call left.
 ///
 /// # Errors
-/// If the size is not a positive multiple of 512, the file exists, or the log is open elsewhere.
-/// Leaves nothing at `path`.
+/// If the size is not a positive multiple of 512, the file exists, or the log is open elsewhere, or
+/// keeps more history than `options` say. Leaves nothing at `path`.
 pub fn create_disk(path: &Path, size: u64, log_dir: &Path, options: &StoreOptions) -> Result<()> {
     create(path, size, log_dir, options, &mut |_| {})
 }
@@ -111,7 +111,7 @@ impl<'a> NewDisk<'a> {
             marked = register_disk(control, path, part.file(), part.path(), size)?;
             let retain = options
                 .retain
-                .map(|retain| retain.set(&mut control.control));
+                .map(|retain| retain.set_unread(&mut control.control));
             retain.transpose().map_err(|error| error.of_file(log_dir))?;
             reached(CreateStep::Filled);
             Ok(())

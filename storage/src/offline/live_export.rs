@@ -297,7 +297,93 @@ impl Target {
     }
 }
 
+/// A disk in use as of one point, for reads. It holds the log back no more than an
+/// [export](Disk::export) does: its look is closed while the log needs room.
+pub struct PointReader<'a> {
+    point: KeptPoint<'a>,
+    look: Option<Look>,
+    /// Until when the look stays open unless writers wait for it.
+    until: Instant,
+    bytes: u64,
+}
+
+impl PointReader<'_> {
+    /// Bytes of the disk.
+    pub fn bytes(&self) -> u64 {
+        self.bytes
+    }
+
+    /// Closes its look if the log needs room. Call it whenever some milliseconds pass without a
+    /// read.
+    ///
+    /// # Errors
+    /// The log is being closed, or can't make room because of the point: no read succeeds any more.
+    pub fn give_way(&mut self) -> Result<()> {
+        let log = &self.point.disk.log;
+        if self.look.is_some() && should_give_way(log, sync::now() < self.until) {
+            self.look = None;
+        }
+        refuse_obstruction(log, self.point.name)
+    }
+
+    /// Fills `bytes` with what the disk had from byte `at` on: whole sectors of it.
+    ///
+    /// # Errors
+    /// [`ErrorKind::InvalidInput`](crate::ErrorKind) for a range that is not of whole sectors, or
+    /// not on the disk; or it can't be read, or as [`give_way`](Self::give_way).
+    pub fn read(&mut self, bytes: &mut [u8], at: u64) -> Result<()> {
+        let len = bytes.len() as u64;
+        let end = at.checked_add(len).filter(|end| *end <= self.bytes);
+        let Some(end) = end.filter(|_| (at | len).is_multiple_of(SECTOR_SIZE)) else {
+            return Err(invalid(format!(
+                "{}: {len} bytes at {at} are not whole sectors of its {} bytes",
+                self.point.disk.path().display(),
+                self.bytes
+            )));
+        };
+        self.give_way()?;
+        if self.look.is_none() {
+            let (log, name) = (&self.point.disk.log, self.point.name);
+            self.point
+                .await_room(&mut || refuse_obstruction(log, name))?;
+            let opening = sync::now();
+            self.look = Some(self.point.look()?);
+            self.until = copies_until(opening);
+        }
+        let Some(look) = &self.look else {
+            unreachable!("it was just opened");
+        };
+        bytes.fill(0);
+        let layers = look.layers();
+        for part in layers.data(at..end, KERNEL_COPY_BYTES) {
+            let (range, data) = part?;
+            layers.read(range, &data, &mut |from, piece| {
+                let from = (from - at) as usize;
+                bytes[from..from + piece.len()].copy_from_slice(piece);
+                Ok(true)
+            })?;
+        }
+        Ok(())
+    }
+}
+
 impl Disk {
+    /// Opens the disk, as of one point, for reads that take long. What the disk loses meanwhile is
+    /// saved beside the log, as for a snapshot, until the reader is dropped.
+    ///
+    /// # Errors
+    /// As [`look`](Self::look).
+    pub fn reader_at(&self, at: Point) -> Result<PointReader<'_>> {
+        let opening = sync::now();
+        let (point, look) = KeptPoint::new(self, at)?;
+        Ok(PointReader {
+            bytes: look.sectors() * SECTOR_SIZE,
+            until: copies_until(opening),
+            look: Some(look),
+            point,
+        })
+    }
+
     /// Copies the disk, as of one LSN, to `target`, an empty file open for writing, while requests
     /// go on. Everything that completed before the call is in the copy. Holes stay holes.
     /// `progress` gets the number of bytes passed so far and the disk's size, and returns `false`

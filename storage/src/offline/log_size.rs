@@ -86,8 +86,7 @@ fn refuse_less_than_kept(log_dir: &Path, control: &ControlFile, count: u32) -> R
     match retain {
         Retention::Bytes(kept) if u64::from(count) < least => Err(invalid(format!(
             "{}: keeping {kept} bytes of history takes a log of {} bytes, more than the {} asked for; first lower its \
-             retention: open one of its disks with retain=SIZE or retain=off, or use 'walvisor \
-             ctl SOCKET set-retain' while it is in use",
+             retention: 'walvisor ctl SOCKET set-retain' while one of its disks is in use",
             log_dir.display(),
             least * segment,
             u64::from(count) * segment,

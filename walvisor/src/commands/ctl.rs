@@ -3,10 +3,14 @@
 
 pub(super) mod answer;
 
-use std::io::Write;
+use std::io::{self, Read, Write};
 use std::os::fd::AsFd;
 use std::os::unix::fs::FileTypeExt;
+use std::os::unix::net::UnixStream;
+use std::panic::resume_unwind;
 use std::path::{Path, PathBuf};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::thread;
 
 use clap::{Args, Subcommand};
 use serde_json::json;
@@ -24,8 +28,12 @@ use crate::control_socket::{
     MOST_POINTS, ask, ask_with,
 };
 use crate::disk_spec::DiskCommand;
+use crate::guest_file::{OpenedDisk, ReadDisk};
 use crate::progress::with_bar;
 use crate::size::{human_size, parse_size};
+
+/// Bytes of a guest's disk that are read at a time.
+const MOST_READ: usize = 1 << 20;
 
 /// The arguments of `walvisor ctl`.
 #[derive(Args, Debug)]
@@ -183,6 +191,9 @@ pub enum CtlRequest {
         /// Which disk
         #[command(flatten)]
         disk: DiskName,
+        /// Do it although it is less than the log keeps now, of all its disks
+        #[arg(long)]
+        give_up_history: bool,
     },
     /// Open another disk and serve it; for daemons that were started with --disk-dir
     AddDisk {
@@ -336,18 +347,17 @@ pub fn run(arguments: &CtlArguments) -> Result<(), CommandError> {
             wanted,
             output: Some(new),
         } => {
-            let command = ControlCommand::Export {
+            let command = ControlCommand::Read {
                 disk: named(disk),
-                at: Some(at.clone()),
+                at: at.clone(),
             };
             let past = PastFile {
-                disk: disk.name.as_deref().unwrap_or("the disk"),
                 at,
                 wanted,
                 new,
                 json: arguments.json,
             };
-            return restore_file(&arguments.socket, &command, past);
+            return past.take(|| open_past(&arguments.socket, &command));
         }
         CtlRequest::Restore { at, disk, .. } => ControlCommand::Restore {
             disk: named(disk),
@@ -357,9 +367,14 @@ pub fn run(arguments: &CtlArguments) -> Result<(), CommandError> {
             disk: named(disk),
             text: text.clone(),
         },
-        CtlRequest::SetRetain { retain, disk } => ControlCommand::SetRetain {
+        CtlRequest::SetRetain {
+            retain,
+            disk,
+            give_up_history,
+        } => ControlCommand::SetRetain {
             disk: named(disk),
             retain: retain.clone(),
+            give_up_history: *give_up_history,
         },
         CtlRequest::AddDisk { spec } => ControlCommand::AddDisk { spec: spec.clone() },
         CtlRequest::RemoveDisk { name, keep_records } => ControlCommand::RemoveDisk {
@@ -463,21 +478,50 @@ fn save(socket: &Path, json: bool) -> Result<(), CommandError> {
     Ok(())
 }
 
-/// Lets the other process write a copy of the disk, which is thrown away, and takes a file out of
-/// it.
-fn restore_file(
-    socket: &Path,
-    command: &ControlCommand,
-    past: PastFile<'_>,
-) -> Result<(), CommandError> {
-    past.check()?;
-    let copy = scratch_file()?;
-    let answer = with_bar("copying", |progress| {
-        ask_with(socket, command, &[copy.as_fd()], progress)
-    });
-    let answer = answer.map_err(CommandError::Failed)?;
-    let disk = &text(&answer["disk"]);
-    PastFile { disk, ..past }.take_from(&copy)
+/// Has the other process read the disk as of a point. Its answer comes at the end.
+fn open_past(socket: &Path, command: &ControlCommand) -> Result<OpenedDisk, CommandError> {
+    let (mut ours, theirs) = UnixStream::pair().map_err(CommandError::failed)?;
+    let (socket, command) = (socket.to_owned(), command.clone());
+    let asked =
+        thread::spawn(move || ask_with(&socket, &command, &[theirs.as_fd()], &mut |_, _| {}));
+    match first_answer(&mut ours) {
+        Ok((name, bytes)) => Ok(OpenedDisk {
+            read: reads_of(ours),
+            bytes,
+            name,
+        }),
+        Err(error) => {
+            drop(ours);
+            let answered = asked.join().unwrap_or_else(|panic| resume_unwind(panic));
+            answered.map_err(CommandError::Failed)?;
+            Err(CommandError::failed(error))
+        }
+    }
+}
+
+/// Reads the disk of the process at the other end of a socket.
+fn reads_of(socket: UnixStream) -> ReadDisk {
+    let socket = Mutex::new(socket);
+    Arc::new(move |bytes: &mut [u8], at: u64| {
+        let mut socket = socket.lock().unwrap_or_else(PoisonError::into_inner);
+        for (place, piece) in (at..).step_by(MOST_READ).zip(bytes.chunks_mut(MOST_READ)) {
+            let len = piece.len() as u32;
+            socket.write_all(&[&place.to_le_bytes()[..], &len.to_le_bytes()].concat())?;
+            socket.read_exact(piece)?;
+        }
+        Ok(())
+    })
+}
+
+/// The name and the size of the disk.
+fn first_answer(stream: &mut UnixStream) -> io::Result<(String, u64)> {
+    let (mut size, mut len) = ([0; 8], [0; 4]);
+    stream.read_exact(&mut size)?;
+    stream.read_exact(&mut len)?;
+    let mut name = vec![0; u32::from_le_bytes(len) as usize];
+    stream.read_exact(&mut name)?;
+    let name = String::from_utf8_lossy(&name).into_owned();
+    Ok((name, u64::from_le_bytes(size)))
 }
 
 /// Lets the other process write a new image, which gets its name once it is complete.

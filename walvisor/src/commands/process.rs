@@ -171,6 +171,7 @@ impl ProcessArguments {
         paths.restrict(self.landlock);
         let opened = disks::open(specs, cpus, scratch);
         let (open, logs) = opened.map_err(|error| self.cannot_open(&error))?;
+        logs.keep(specs).map_err(CommandError::Failed)?;
         disks::prepare_rings(&open);
         Ok((open, logs))
     }

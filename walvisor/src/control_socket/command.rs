@@ -172,6 +172,14 @@ pub enum ControlCommand {
         /// Do it although its log keeps history, which is lost then.
         give_up_history: bool,
     },
+    /// Answer reads of a disk as of a point, on the connected socket whose descriptor comes with the
+    /// request, until that is closed.
+    Read {
+        /// The disk's name.
+        disk: Option<String>,
+        /// The point, as text.
+        at: String,
+    },
     /// Copy a disk, as of one moment, to the file whose descriptor comes with the request.
     Export {
         /// Its name.
@@ -227,6 +235,8 @@ pub enum ControlCommand {
         disk: Option<String>,
         /// How much, as the key `retain=` accepts it.
         retain: String,
+        /// Whether history that is kept now may be lost by it.
+        give_up_history: bool,
     },
     /// Open another disk and serve it.
     AddDisk {
@@ -356,6 +366,8 @@ struct MarkArguments {
 struct RetainArguments {
     disk: Option<String>,
     retain: String,
+    #[serde(default)]
+    give_up_history: bool,
 }
 
 #[derive(Deserialize)]
@@ -430,6 +442,7 @@ impl ControlCommand {
                 let arguments = json!({ "disk": disk, "give_up_history": give_up_history });
                 ("checkpoint", arguments)
             }
+            Self::Read { disk, at } => ("read", json!({ "disk": disk, "at": at })),
             Self::Export { disk, at } => ("export", json!({ "disk": disk, "at": at })),
             Self::Snapshot { disk, name, alone } => {
                 let arguments = json!({ "disk": disk, "name": name, "alone": alone });
@@ -442,9 +455,14 @@ impl ControlCommand {
             Self::Points { disk, most } => ("points", json!({ "disk": disk, "most": most })),
             Self::Restore { disk, at } => ("restore", json!({ "disk": disk, "at": at })),
             Self::Mark { disk, text } => ("mark", json!({ "disk": disk, "text": text })),
-            Self::SetRetain { disk, retain } => {
-                ("set-retain", json!({ "disk": disk, "retain": retain }))
-            }
+            Self::SetRetain {
+                disk,
+                retain,
+                give_up_history,
+            } => (
+                "set-retain",
+                json!({ "disk": disk, "retain": retain, "give_up_history": give_up_history }),
+            ),
             Self::AddDisk { spec } => ("add-disk", json!({ "spec": spec })),
             Self::RemoveDisk { disk, keep_records } => (
                 "remove-disk",
@@ -505,6 +523,10 @@ impl ControlCommand {
                     give_up_history,
                 }
             }
+            "read" => {
+                let RestoreArguments { disk, at } = read(name, arguments)?;
+                Self::Read { disk, at }
+            }
             "export" => {
                 let ExportArguments { disk, at } = read(name, arguments)?;
                 Self::Export { disk, at }
@@ -539,8 +561,16 @@ impl ControlCommand {
                 Self::Mark { disk, text }
             }
             "set-retain" => {
-                let RetainArguments { disk, retain } = read(name, arguments)?;
-                Self::SetRetain { disk, retain }
+                let RetainArguments {
+                    disk,
+                    retain,
+                    give_up_history,
+                } = read(name, arguments)?;
+                Self::SetRetain {
+                    disk,
+                    retain,
+                    give_up_history,
+                }
             }
             "add-disk" => {
                 let AddArguments { spec } = read(name, arguments)?;

@@ -25,6 +25,7 @@ mod controlled;
 mod exports;
 mod lines;
 mod looks;
+mod reads;
 mod requests;
 mod server;
 mod stats;

@@ -18,12 +18,14 @@ use super::command::{CacheChoice, ControlCommand, ControlError, Format, LimitCha
 use super::controlled::{
     AddedDisk, ControlledProcess, DiskHotplug, DiskLease, Power, RemovalError,
 };
+use super::reads::ReadClient;
 use super::stats;
 use crate::disk::{cache_in_force, grow, log_name, logged};
 use crate::disk_spec::DiskSpec;
 use crate::disks::RemovedDisk;
 use crate::point::{
-    mark_json, points_json, refuse_checkpoint, retain_text, rewound_json, snapshot_json,
+    GIVE_UP, mark_json, points_json, refuse_checkpoint, refuse_retention, retain_text,
+    rewound_json, snapshot_json,
 };
 
 impl ControlledProcess {
@@ -57,6 +59,10 @@ impl ControlledProcess {
             } => self.checkpoint(disk.as_deref(), *give_up_history),
             ControlCommand::Export { .. } => Err(ControlError::new(
                 "export: send the descriptor of an empty file with the request (SCM_RIGHTS), as \
+                 'walvisor ctl' does",
+            )),
+            ControlCommand::Read { .. } => Err(ControlError::new(
+                "read: send the descriptor of a connected socket with the request (SCM_RIGHTS), as \
                  'walvisor ctl' does",
             )),
             ControlCommand::AddDisk { spec } => {
@@ -105,12 +111,11 @@ impl ControlledProcess {
                 let made = in_log(&disk, |disk| disk.mark(&text))?;
                 Ok(mark_json(&text, &made))
             }
-            ControlCommand::SetRetain { disk, retain } => {
-                let kept = retain.parse().map_err(ControlError::new)?;
-                let disk = self.disk_of_log(disk.as_deref())?;
-                in_log(&disk, |disk| disk.set_retain(kept))?;
-                Ok(json!({ "retain": kept.to_string(), "keeps": retain_text(kept) }))
-            }
+            ControlCommand::SetRetain {
+                disk,
+                retain,
+                give_up_history,
+            } => self.set_retain(disk.as_deref(), retain, *give_up_history),
             ControlCommand::Look(_) => Err(ControlError::new(
                 "look: send the descriptor of a socket that listens with the request (SCM_RIGHTS), \
                  as 'walvisor ctl' does",
@@ -497,6 +502,35 @@ impl ControlledProcess {
         Ok(answer)
     }
 
+    fn set_retain(
+        &self,
+        name: Option<&str>,
+        retain: &str,
+        give_up_history: bool,
+    ) -> Result<Value, ControlError> {
+        let kept: Retention = retain.parse().map_err(ControlError::new)?;
+        let disk = self.disk_of_log(name)?;
+        let lost = logged(&*disk.backend).is_some_and(|disk| disk.gives_up_history(kept));
+        let lost = self.kept_history(&disk).filter(|_| lost);
+        let mut answer = json!({ "retain": kept.to_string(), "keeps": retain_text(kept) });
+        if let Some((history, names)) = lost {
+            if !give_up_history {
+                let why = refuse_retention(&history, kept, names);
+                return Err(ControlError::new(format_args!(
+                    "disk '{}': {why}; {GIVE_UP}",
+                    disk.name
+                )));
+            }
+            answer["history_given_up"] = json!([{
+                "log": log_name(&*disk.backend),
+                "disks": names,
+                "since_unix_us": history.horizon.unix_us,
+            }]);
+        }
+        in_log(&disk, |disk| disk.set_retain(kept))?;
+        Ok(answer)
+    }
+
     /// The history that the log of a disk keeps, if any, and the names of all disks that have it:
     /// those that are not open have the paths that the log knows.
     fn kept_history(&self, disk: &DiskLease) -> Option<(LogHistory, Vec<String>)> {
@@ -596,6 +630,29 @@ impl ControlledProcess {
             .looks
             .serve(name, look, request, listener.into(), files.collect());
         served.map_err(|error| ControlError::new(format_args!("disk '{name}': {error}")))
+    }
+
+    /// Answers the reads of a client of a disk as of a point, until it has no more.
+    pub(super) fn read(
+        &self,
+        name: Option<&str>,
+        at: &str,
+        client: &mut ReadClient,
+    ) -> Result<Value, ControlError> {
+        let disk = self.disk(name)?;
+        let listed = self.exports.begin(&disk.name, Some(at));
+        let at = at.parse().map_err(ControlError::new)?;
+        let mut answered = 0;
+        in_log(&disk, |logged| {
+            let mut reader = logged.reader_at(at)?;
+            let size = reader.bytes();
+            Ok(client.serve(&disk.name, &mut reader, &mut |bytes| {
+                answered += bytes;
+                listed.note(answered, size)
+            }))
+        })?
+        .map_err(|error| ControlError::new(format_args!("disk '{}': {error}", disk.name)))?;
+        Ok(json!({ "disk": disk.name, "read_bytes": answered }))
     }
 
     /// Copies a disk, as of now or of a point, to an empty file. `progress`: see

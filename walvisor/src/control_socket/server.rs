@@ -17,6 +17,7 @@ use walvisor_devices::listen::{Stop, Threads, Waiter, WakeReason, accept_each};
 use super::command::{ControlCommand, ControlError, ControlRequest, export_progress};
 use super::controlled::ControlledProcess;
 use super::lines::{InputLine, LineReader, MAX_LINE, MOST_FILES};
+use super::reads::ReadClient;
 
 /// Limit on clients. A further one gets an error and is disconnected.
 pub const MAX_CLIENTS: usize = 32;
@@ -144,6 +145,18 @@ fn converse(stream: &UnixStream, controlled: &ControlledProcess, stop: &Stop) ->
                     file.map_or_else(
                         || controlled.execute(&command),
                         |file| controlled.export(disk.as_deref(), at.as_deref(), file, &mut tell),
+                    )
+                }
+                ControlCommand::Read { disk, at } if !files.is_empty() => {
+                    let socket = files.into_iter().next_back();
+                    socket.map_or_else(
+                        || controlled.execute(&command),
+                        |socket| {
+                            let mut client = ReadClient::new(socket, stop).map_err(|error| {
+                                ControlError::new(format_args!("read: {error}"))
+                            })?;
+                            controlled.read(disk.as_deref(), at, &mut client)
+                        },
                     )
                 }
                 ControlCommand::Look(request) if !files.is_empty() => {

@@ -6,10 +6,8 @@ use std::path::{Component, Path, PathBuf};
 use std::process::{Command, Stdio};
 
 use rustix::io::{FdFlags, fcntl_setfd};
-use walvisor_storage::scratch_file;
 
-use super::output::{NewFile, copy_data};
-use super::volume::Volume;
+use super::output::NewFile;
 use super::{FoundFile, not_a_file, not_there, shown};
 
 /// Where it may be, for users whose PATH has no directories of administration.
@@ -22,11 +20,11 @@ pub(super) struct Debugfs {
 }
 
 impl Debugfs {
-    /// Replays the journal of a volume of a file.
-    pub(super) fn new(disk: &File, volume: &Volume) -> Result<Self, String> {
-        let failed = |error| format!("can't pass a copy to debugfs: {error}");
+    /// Replays the journal of the ext4 in a file.
+    pub(super) fn new(file: &File) -> Result<Self, String> {
+        let failed = |error| format!("can't pass a file to debugfs: {error}");
         let debugfs = Self {
-            disk: inheritable(&Self::alone(disk, volume)?).map_err(failed)?,
+            disk: inheritable(file).map_err(failed)?,
         };
         let (_, replayed) = debugfs.run(&["-w"], "journal_run")?;
         let (told, why) = debugfs.run(&[], "show_super_stats -h")?;
@@ -38,19 +36,6 @@ impl Debugfs {
             )),
             Some(_) => Ok(debugfs),
         }
-    }
-
-    /// A file with nothing but the volume: the replay takes no other place for it.
-    fn alone(disk: &File, volume: &Volume) -> Result<File, String> {
-        let failed = |error: std::io::Error| format!("can't copy the partition: {error}");
-        let range = volume.bytes.clone();
-        if range.start == 0 {
-            return disk.try_clone().map_err(failed);
-        }
-        let alone = scratch_file().map_err(|error| error.to_string())?;
-        alone.set_len(range.end - range.start).map_err(failed)?;
-        copy_data(disk, range, &alone, &failed, &failed)?;
-        Ok(alone)
     }
 
     /// Copies a file.

@@ -2,7 +2,6 @@
 
 use std::fs::File;
 use std::io;
-use std::ops::Range;
 use std::os::fd::AsRawFd;
 use std::path::PathBuf;
 
@@ -39,21 +38,21 @@ struct LoopConfig {
     reserved: [u64; 8],
 }
 
-/// A range of a file as a block device, while this or a mount has it open.
+/// A file as a block device, while this or a mount has it open.
 pub(super) struct LoopDevice {
     pub(super) path: PathBuf,
     _device: File,
 }
 
 impl LoopDevice {
-    /// Makes `bytes` of `file` a block device, which may be written.
-    pub(super) fn new(file: &File, bytes: &Range<u64>) -> io::Result<Self> {
+    /// Makes `file` a block device, which may be written.
+    pub(super) fn new(file: &File) -> io::Result<Self> {
         let config = LoopConfig {
             fd: file.as_raw_fd().cast_unsigned(),
             block_size: 512,
             ids: [0; 3],
-            offset: bytes.start,
-            size_limit: bytes.end - bytes.start,
+            offset: 0,
+            size_limit: 0,
             unused: [0; 3],
             flags: AUTOCLEAR,
             names: [0; 160],

@@ -1,32 +1,35 @@
-//! A file of a guest, out of a copy of its disk.
+//! A file of a guest, out of its disk as of a point.
 //!
 //! ```text
-//!   a copy of the disk, in a file without a name
+//!   the disk as of the point, which is read
 //!      │ volume.rs: the partition with ext4 or xfs
+//!      │ served.rs: that as a file of this machine (FUSE), not copied; else a copy
 //!      ├─▶ mount.rs: a loop device, and a mount that no directory shows   (root)
 //!      └─▶ debugfs.rs: debugfs(8) of e2fsprogs, ext4 only                 (anybody)
 //!              │ a path, which is resolved inside that file system
 //!              ▼
 //!   output.rs: a new file, which has its name once it is whole
 //! ```
-//! The file system's journal is replayed on the copy, so the disk itself is only read. All that
-//! this makes is held by descriptors alone: the copy, the loop device, the mount and the new file
-//! are gone with the process, however it ends. (A new file on a file system that has no files
-//! without a name is gone if the process ends by itself.)
+//! The file system's journal is replayed into a scratch file, so the disk itself is only read. All
+//! that this makes is held by descriptors alone: the scratch file, both mounts, the loop device and
+//! the new file are gone with the process, however it ends. (A new file on a file system that has no
+//! files without a name is gone if the process ends by itself.)
 
 mod debugfs;
 mod loop_device;
 mod mount;
 mod output;
+mod served;
 mod volume;
 
-use std::fs::File;
 use std::path::{Path, PathBuf};
 
 use debugfs::Debugfs;
 use mount::{MountError, Mounted};
 pub use output::NewFile;
-pub use volume::{FileSystem, Volume};
+pub use served::{OpenedDisk, ServedVolume};
+use volume::FileSystem;
+pub use volume::ReadDisk;
 
 /// What is wanted.
 #[derive(Clone, Debug)]
@@ -51,28 +54,30 @@ pub struct FoundFile {
 }
 
 impl WantedFile {
-    /// Copies the file from `volume` of `disk`, a copy of the guest's disk that may change, to
-    /// `new`.
+    /// Copies the file from a volume of the guest's disk to `new`.
     ///
     /// # Errors
     /// One line: why the file system can't be read, or which part of the path is not there; or that
     /// it is no regular file.
-    pub fn copy(&self, disk: &File, volume: &Volume, new: &Path) -> Result<FoundFile, String> {
+    pub fn copy(&self, served: &ServedVolume, new: &Path) -> Result<FoundFile, String> {
+        let (file, file_system) = (served.file(), served.volume.file_system);
+        let xfs = file_system == FileSystem::Xfs;
+        if self.no_mount && xfs {
+            return Err("--no-mount: only ext4 can be read without a mount".to_owned());
+        }
         if !self.no_mount {
-            match Mounted::new(disk, volume) {
+            match Mounted::new(file, file_system) {
                 Ok(mounted) => return mounted.copy(&self.path, new),
                 Err(MountError::Broken(why)) => return Err(why),
-                Err(MountError::Refused(why)) if volume.file_system == FileSystem::Xfs => {
+                Err(MountError::Refused(why)) if xfs => {
                     return Err(format!(
                         "{why}; xfs must be mounted, which needs root, loop devices and a kernel with xfs"
                     ));
                 }
                 Err(MountError::Refused(_)) => {}
             }
-        } else if volume.file_system == FileSystem::Xfs {
-            return Err("--no-mount: only ext4 can be read without a mount".to_owned());
         }
-        Debugfs::new(disk, volume)?.copy(&self.path, new)
+        Debugfs::new(file)?.copy(&self.path, new)
     }
 }
 

@@ -16,7 +16,7 @@ use rustix::mount::{
 
 use super::loop_device::LoopDevice;
 use super::output::NewFile;
-use super::volume::{FileSystem, Volume};
+use super::volume::FileSystem;
 use super::{FoundFile, not_a_file, not_there, shown};
 
 /// How often an open is tried.
@@ -38,19 +38,19 @@ pub(super) struct Mounted {
 }
 
 impl Mounted {
-    /// Mounts a volume of a file. The kernel replays its journal, and so writes to the file.
-    pub(super) fn new(disk: &File, volume: &Volume) -> Result<Self, MountError> {
-        let device = LoopDevice::new(disk, &volume.bytes);
+    /// Mounts the file system in a file. The kernel replays its journal, and so writes to the file.
+    pub(super) fn new(file: &File, file_system: FileSystem) -> Result<Self, MountError> {
+        let device = LoopDevice::new(file);
         let device =
             device.map_err(|error| MountError::Refused(format!("no loop device: {error}")))?;
-        let name = volume.file_system.name();
+        let name = file_system.name();
         let context = fsopen(name, FsOpenFlags::FSOPEN_CLOEXEC);
         let context =
             context.map_err(|error| MountError::Refused(format!("no mount of {name}: {error}")))?;
         let mounted = || {
             fsconfig_set_string(&context, "source", &device.path)?;
             fsconfig_set_flag(&context, "ro")?;
-            if volume.file_system == FileSystem::Xfs {
+            if file_system == FileSystem::Xfs {
                 // The same file system may be mounted twice, as of two points for instance.
                 fsconfig_set_flag(&context, "nouuid")?;
             }

@@ -2,7 +2,6 @@
 
 use std::fs::File;
 use std::io::{self, ErrorKind};
-use std::ops::Range;
 use std::os::fd::AsRawFd;
 use std::os::unix::fs::{FileExt, OpenOptionsExt, PermissionsExt};
 use std::path::{Path, PathBuf};
@@ -111,7 +110,27 @@ impl NewFile {
     ) -> Result<(), String> {
         let to = self.file();
         to.set_len(size).map_err(|error| self.failed(error))?;
-        copy_data(from, 0..size, to, &read_failed, &|error| self.failed(error))
+        let mut piece = vec![0; PIECE];
+        let mut at = 0;
+        while at < size {
+            let data = match seek(from, SeekFrom::Data(at)) {
+                Ok(data) => data,
+                // Only a hole follows.
+                Err(Errno::NXIO) => break,
+                Err(error) => return Err(read_failed(error.into())),
+            };
+            let hole = seek(from, SeekFrom::Hole(data));
+            let end = hole.map_err(|error| read_failed(error.into()))?.min(size);
+            at = data;
+            while at < end {
+                let piece = &mut piece[..(end - at).min(PIECE as u64) as usize];
+                from.read_exact_at(piece, at).map_err(&read_failed)?;
+                let written = to.write_all_at(piece, at);
+                written.map_err(|error| self.failed(error))?;
+                at += piece.len() as u64;
+            }
+        }
+        Ok(())
     }
 
     /// Makes the file durable and gives it its name.
@@ -146,39 +165,6 @@ impl NewFile {
     fn failed(&self, error: io::Error) -> String {
         format!("{}: can't write: {error}", self.path.display())
     }
-}
-
-/// Copies the data of a range of a file to the begin of a sparse one of that length.
-pub(super) fn copy_data(
-    from: &File,
-    range: Range<u64>,
-    to: &File,
-    read_failed: &dyn Fn(io::Error) -> String,
-    write_failed: &dyn Fn(io::Error) -> String,
-) -> Result<(), String> {
-    let mut piece = vec![0; PIECE];
-    let mut at = range.start;
-    while at < range.end {
-        let data = match seek(from, SeekFrom::Data(at)) {
-            Ok(data) => data,
-            // Only a hole follows.
-            Err(Errno::NXIO) => break,
-            Err(error) => return Err(read_failed(error.into())),
-        };
-        let hole = seek(from, SeekFrom::Hole(data));
-        let end = hole
-            .map_err(|error| read_failed(error.into()))?
-            .min(range.end);
-        at = data;
-        while at < end {
-            let piece = &mut piece[..(end - at).min(PIECE as u64) as usize];
-            from.read_exact_at(piece, at).map_err(read_failed)?;
-            to.write_all_at(piece, at - range.start)
-                .map_err(write_failed)?;
-            at += piece.len() as u64;
-        }
-    }
-    Ok(())
 }
 
 fn exists(path: &Path) -> String {

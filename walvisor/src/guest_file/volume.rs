@@ -4,6 +4,7 @@
 use std::fmt::Write;
 use std::io;
 use std::ops::Range;
+use std::sync::Arc;
 
 use walvisor_devices::backend::SECTOR_SIZE;
 
@@ -50,7 +51,7 @@ const SIGNATURES: [(u64, &[u8], &str); 6] = [
 ];
 
 /// Reads a range of the disk, of whole sectors.
-pub type ReadDisk<'a> = &'a dyn Fn(&mut [u8], u64) -> io::Result<()>;
+pub type ReadDisk = Arc<dyn Fn(&mut [u8], u64) -> io::Result<()> + Send + Sync>;
 
 struct Partition {
     number: u32,
@@ -63,7 +64,7 @@ impl Volume {
     ///
     /// # Errors
     /// One line: what the disk has in place of one such file system; or it can't be read.
-    pub fn find(read: ReadDisk, bytes: u64, partition: Option<u32>) -> Result<Self, String> {
+    pub fn find(read: &ReadDisk, bytes: u64, partition: Option<u32>) -> Result<Self, String> {
         let failed = |error: io::Error| format!("can't look for a file system: {error}");
         let whole = content(read, &(0..bytes)).map_err(failed)?;
         if let (None, Some(file_system)) = (partition, whole.and_then(known)) {
@@ -114,7 +115,7 @@ fn known(name: &str) -> Option<FileSystem> {
 }
 
 /// The name of what is in a range of the disk, if its signature is known.
-fn content(read: ReadDisk, bytes: &Range<u64>) -> io::Result<Option<&'static str>> {
+fn content(read: &ReadDisk, bytes: &Range<u64>) -> io::Result<Option<&'static str>> {
     for (at, magic, name) in SIGNATURES {
         let first = at / SECTOR_SIZE * SECTOR_SIZE;
         let mut sectors = [0; 2 * SECTOR_SIZE as usize];
@@ -143,7 +144,7 @@ fn on_disk(first: u64, sectors: u64, bytes: u64) -> Option<Range<u64>> {
 }
 
 /// The partitions of a disk that end on it. An unknown or damaged table has none.
-fn partitions(read: ReadDisk, bytes: u64) -> io::Result<Vec<Partition>> {
+fn partitions(read: &ReadDisk, bytes: u64) -> io::Result<Vec<Partition>> {
     let mut sector = [0; SECTOR_SIZE as usize];
     if bytes < 2 * SECTOR_SIZE {
         return Ok(Vec::new());
@@ -178,7 +179,7 @@ fn entries(sector: &[u8]) -> impl Iterator<Item = (u8, u64, u64)> {
 /// The logical partitions of an extended one: a list of tables, each with one partition and the
 /// next table.
 fn logical(
-    read: ReadDisk,
+    read: &ReadDisk,
     bytes: u64,
     extended: u64,
     found: &mut Vec<Partition>,
@@ -206,7 +207,7 @@ fn logical(
 }
 
 /// The partitions of a GUID partition table (UEFI 2.10, 5.3).
-fn gpt(read: ReadDisk, bytes: u64) -> io::Result<Vec<Partition>> {
+fn gpt(read: &ReadDisk, bytes: u64) -> io::Result<Vec<Partition>> {
     let mut header = [0; SECTOR_SIZE as usize];
     // The one at the end is a copy.
     for at in [SECTOR_SIZE, bytes / SECTOR_SIZE * SECTOR_SIZE - SECTOR_SIZE] {
@@ -283,11 +284,12 @@ mod tests {
         }
 
         fn find(&self, partition: Option<u32>) -> Result<Volume, String> {
-            let read = |bytes: &mut [u8], at: u64| {
+            let disk = self.0.clone();
+            let read: ReadDisk = Arc::new(move |bytes: &mut [u8], at: u64| {
                 assert!(at.is_multiple_of(512) && bytes.len().is_multiple_of(512));
-                bytes.copy_from_slice(&self.0[at as usize..at as usize + bytes.len()]);
+                bytes.copy_from_slice(&disk[at as usize..at as usize + bytes.len()]);
                 Ok(())
-            };
+            });
             Volume::find(&read, self.0.len() as u64, partition)
         }
 

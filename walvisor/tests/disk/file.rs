@@ -237,6 +237,20 @@ fn a_file_comes_back_as_of_each_point_though_only_the_journal_has_it() {
             guest.files() == before,
             "the image and the log are only read"
         );
+        // Nothing is copied but the file, and what the journal has.
+        for no_mount in ["", " --no-mount"] {
+            if no_mount.is_empty() || file_system == "ext4" {
+                let words = format!("--at snapshot:second --file notes{no_mount}");
+                let _ = fs::remove_file(guest.dir().join("out"));
+                let restored = format!("disk restore disk.img -o out {words}");
+                let walvisor = program().display().to_string();
+                let mut limited = vec!["--fsize=8388608", &walvisor];
+                limited.extend(restored.split(' '));
+                client(guest.dir(), "prlimit", &limited);
+                let out = fs::read_to_string(guest.dir().join("out")).unwrap();
+                assert_eq!(out, "the second");
+            }
+        }
     }
 }
 
@@ -418,6 +432,14 @@ fn a_user_without_rights_reads_ext4_with_debugfs() {
     command.push("notes \"quoted\"");
     let theirs = Path::new(&theirs);
     client(theirs, "setpriv", &command);
+    assert_eq!(fs::read_to_string(theirs.join("out")).unwrap(), "one");
+    // Where a user may open /dev/fuse, as on a usual Debian, nothing is copied.
+    fs::remove_file(theirs.join("out")).unwrap();
+    let script = "mknod fuse c 10 229 && chmod 666 fuse && mount --bind fuse /dev/fuse && exec setpriv \"$@\"";
+    let mut inside = vec!["-m", "sh", "-euc", script, "sh"];
+    command.splice(3..3, ["prlimit", "--fsize=8388608"]);
+    inside.extend(command);
+    client(theirs, "unshare", &inside);
     assert_eq!(fs::read_to_string(theirs.join("out")).unwrap(), "one");
     let made = theirs.join("out").metadata().unwrap();
     assert_eq!((made.uid(), made.mode() & 0o7777), (65534, 0o444));

@@ -453,8 +453,8 @@ fn create_sets_how_much_history_a_new_log_keeps() {
     assert_eq!(told("a"), "24h");
     done(dir, "disk create b --size 1M --log log");
     assert_eq!(told("b"), "24h");
-    done(dir, "disk create c --size 1M --log log --retain 1G");
-    assert_eq!(told("a"), "1G");
+    done(dir, "disk create c --size 1M --log log --retain 48h");
+    assert_eq!(told("a"), "48h");
     refused(
         dir,
         "disk create d --size 1M --retain much",

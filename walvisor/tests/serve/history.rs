@@ -230,6 +230,85 @@ fn an_amount_of_history_is_said_in_words() {
     assert!(daemon.wait().unwrap().success());
 }
 
+/// Keeping less gives up what is there only if that is asked for; what the present retention
+/// has already let go of, or less than was written, is no loss.
+#[test]
+fn history_is_not_given_up_by_keeping_less_of_it() {
+    let dir = tempfile::tempdir().unwrap();
+    let dir = dir.path();
+    for disk in ["a", "b"] {
+        create(dir, disk, "1M --log log --retain all");
+    }
+    let serve = "--control ctl --disk-dir . --disk path=a,log=log,socket=s";
+    let daemon = Daemon::start(dir, serve);
+    let b = fs::canonicalize(dir).unwrap().join("b");
+    let b = b.display();
+    // There is none yet.
+    ctl(dir, "set-retain off");
+    ctl(dir, "set-retain all");
+    let mut client = RawClient::extended(&dir.join("s"));
+    client.write(1, 0, &[1; 4096]);
+    client.flush(2);
+    // All of it is of the last hour.
+    ctl(dir, "set-retain 1h");
+    let refused = |words: &str, parts: &[&str]| {
+        let output = walvisor(dir, words);
+        let error = text(&output.stderr);
+        assert_eq!(output.status.code(), Some(1), "{words}: {error}");
+        for part in parts {
+            assert!(error.contains(part), "{words}: {error}");
+        }
+        assert_eq!(error.lines().count(), 1, "{error}");
+    };
+    let lost = format!("(retain=1h), and retain=off would give up a part of it, of a, {b}: it is");
+    let lost = [&lost, "kept since 2", "add --give-up-history (in JSON: "];
+    refused("ctl ctl set-retain off", &lost);
+    assert_eq!(ctl(dir, "snapshots")["retain"], "1h");
+    client.write(3, 4096, &[2; 4096]);
+    client.flush(4);
+    drop(client);
+    assert_eq!(daemon.stop(), "");
+
+    // Neither does an open or a new disk.
+    let records = || {
+        let info = walvisor(dir, "disk info a --log log --json");
+        serde_json::from_slice::<Value>(&info.stdout).unwrap()["log"]["history"].clone()
+    };
+    let before = records();
+    let opened = [
+        "disk 'a': its log keeps history (retain=1h), and retain=off would give up a part of it, of",
+        "open it without retain=, then 'walvisor ctl SOCKET set-retain off --give-up-history'",
+    ];
+    refused(&format!("serve nbd {serve},retain=off"), &opened);
+    let created = [
+        "log: ",
+        "keeps retain=1h, and retain=30m would give history",
+    ];
+    refused("disk create c --size 1M --log log --retain 30m", &created);
+    assert!(!dir.join("c").exists());
+    assert_eq!(records(), before);
+    create(dir, "other", "1M");
+    let other = "--control ctl --disk-dir . --disk path=other,socket=s";
+    let daemon = Daemon::start(dir, other);
+    refused(
+        "ctl ctl add-disk path=a,log=log,socket=s,retain=off",
+        &opened,
+    );
+    assert_eq!(records(), before);
+    ctl(dir, "add-disk path=a,log=log,socket=s");
+
+    let line = told(dir, "set-retain off --disk a --give-up-history");
+    let done = format!(
+        "retain=off: the log keeps no history; gave up the rest of the history of a, {b} since 2"
+    );
+    assert!(line.starts_with(&done), "{line}");
+    ctl(dir, "checkpoint --disk a");
+    // Now there is nothing to lose.
+    ctl(dir, "set-retain all --disk a");
+    ctl(dir, "set-retain off --disk a");
+    assert_eq!(daemon.stop(), "");
+}
+
 /// The same as text.
 #[track_caller]
 fn told(dir: &Path, words: &str) -> String {
@@ -598,10 +677,8 @@ fn a_log_that_is_full_of_pinned_records_says_so() {
     daemon.stop();
     let restored = walvisor(dir, "disk restore disk.img --at snapshot:before --in-place");
     assert!(restored.status.success(), "{restored:?}");
-    let daemon = Daemon::start(
-        dir,
-        "--control ctl --disk path=disk.img,socket=s,retain=off",
-    );
+    let daemon = Daemon::start(dir, "--control ctl --disk path=disk.img,socket=s");
+    ctl(dir, "set-retain off --give-up-history");
     let mut client = RawClient::extended(&dir.join("s"));
     // The other one that was undone.
     ctl(dir, "snapshot-delete after");

@@ -160,12 +160,11 @@ pub(super) fn shown(request: &CtlRequest, answer: &Value) -> String {
         CtlRequest::Checkpoint { .. } => match all(answer, "disks") {
             [] => "no disks".to_owned(),
             disks => {
-                let logs = all(answer, "history_given_up").iter().map(|log| {
-                    let since = since_text(log["since_unix_us"].as_u64().unwrap_or(0));
-                    let disks = names(all(log, "disks"));
-                    format!("; gave up the history of {disks} since {since}")
-                });
-                format!("{}: checkpointed{}", names(disks), logs.collect::<String>())
+                format!(
+                    "{}: checkpointed{}",
+                    names(disks),
+                    given_up(answer, "the history")
+                )
             }
         },
         CtlRequest::Snapshot { .. } => {
@@ -182,9 +181,10 @@ pub(super) fn shown(request: &CtlRequest, answer: &Value) -> String {
         CtlRequest::Restore { .. } => format!("{disk}: {}", rewound(answer)),
         CtlRequest::Mark { .. } => format!("marked {}", commit(answer)),
         CtlRequest::SetRetain { .. } => format!(
-            "retain={}: the log keeps {}",
+            "retain={}: the log keeps {}{}",
             text(&answer["retain"]),
-            text(&answer["keeps"])
+            text(&answer["keeps"]),
+            given_up(answer, "the rest of the history")
         ),
         CtlRequest::AddDisk { .. } => {
             let log = match &answer["log"] {
@@ -218,6 +218,16 @@ pub(super) fn shown(request: &CtlRequest, answer: &Value) -> String {
         CtlRequest::Shutdown { .. } => "shutting down".to_owned(),
     };
     format!("{}\n", line.replace(char::is_control, "?"))
+}
+
+/// What was given up, after what was done.
+fn given_up(answer: &Value, what: &str) -> String {
+    let logs = all(answer, "history_given_up").iter().map(|log| {
+        let since = since_text(log["since_unix_us"].as_u64().unwrap_or(0));
+        let disks = names(all(log, "disks"));
+        format!("; gave up {what} of {disks} since {since}")
+    });
+    logs.collect()
 }
 
 /// Names in a row.

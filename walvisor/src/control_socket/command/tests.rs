@@ -38,6 +38,11 @@ fn every_command() -> Vec<ControlCommand> {
             disk: disk(),
             give_up_history: true,
         },
+        ControlCommand::SetRetain {
+            disk: disk(),
+            retain: "24h".to_owned(),
+            give_up_history: true,
+        },
         ControlCommand::AddDisk {
             spec: "path=a,,b,socket=s".to_owned(),
         },
@@ -48,6 +53,10 @@ fn every_command() -> Vec<ControlCommand> {
         ControlCommand::Export {
             disk: disk(),
             at: None,
+        },
+        ControlCommand::Read {
+            disk: disk(),
+            at: "cid:1".to_owned(),
         },
         ControlCommand::Look(LookRequest {
             disk: disk(),
