@@ -34,7 +34,11 @@ fn a_guest_fetches_over_passt_and_a_tap_device_reboots_and_outlives_passt() {
     let carriers = ["mtu 1500, carrier 1"; 2];
     assert_eq!(reported(console, "guest: mmio, "), carriers);
     assert_eq!(reported(console, "guest: pci, "), carriers);
-    for (way, sums) in [("passt", &[sent; 2][..]), ("tap", &[sent]), ("again", &[sent])] {
+    for (way, sums) in [
+        ("passt", &[sent; 2][..]),
+        ("tap", &[sent]),
+        ("again", &[sent]),
+    ] {
         assert_eq!(reported(console, &format!("guest: {way} ")), sums, "{way}");
     }
     assert_eq!(reported(console, "guest: back "), [sent; 4]);

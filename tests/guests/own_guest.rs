@@ -75,15 +75,16 @@ fn boot_on(dir: &Path, words: &[&str], input: impl Into<Stdio>) -> (Process, Chi
     (child, output)
 }
 
-/// Reads until `words` come, which may be a part of a line.
+/// Reads until `words` come, which may be a part of a line, and returns all that has come.
 #[track_caller]
-fn read_until(output: &mut ChildStdout, words: &str) {
+fn read_until(output: &mut ChildStdout, words: &str) -> String {
     let (mut seen, mut bytes) = (String::new(), [0; 4096]);
     while !seen.contains(words) {
         let count = output.read(&mut bytes).unwrap();
         assert!(count > 0, "{words:?} never came: {seen}");
         seen += &String::from_utf8_lossy(&bytes[..count]);
     }
+    seen
 }
 
 #[test]
@@ -163,8 +164,9 @@ fn a_root_image_boots_with_a_second_disk_and_a_network() {
     ];
     let (mut child, mut output) = boot(dir, &words);
     let mut input = child.stdin.take().unwrap();
-    read_until(&mut output, "fetched: a page of the host, disks: /dev/vda");
-    read_until(&mut output, "/dev/vdb");
+    let said = read_until(&mut output, "/dev/vdb");
+    let fetched = "fetched: a page of the host, disks: /dev/vda";
+    assert!(said.contains(fetched), "{said}");
     input.write_all(b"Ada\n").unwrap();
     std::io::copy(&mut output, &mut std::io::stdout()).unwrap();
     assert_eq!(child.wait().unwrap().code(), Some(0));

@@ -147,8 +147,7 @@ pub fn history_text(history: &Value) -> String {
 }
 
 /// What to do to lose history on purpose.
-pub const GIVE_UP: &str =
-    "to do that, add --give-up-history (in JSON: \"give_up_history\": true)";
+pub const GIVE_UP: &str = "to do that, add --give-up-history (in JSON: \"give_up_history\": true)";
 
 /// Refuses a checkpoint of a log that keeps history of these disks, which the checkpoint would end.
 /// (Snapshots stay.)
