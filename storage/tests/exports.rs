@@ -420,7 +420,10 @@ fn a_reader_of_a_point_gives_way_to_a_guest_that_fills_the_log() {
             (SIZE as u64, 512),
             (u64::MAX - 511, 1024),
         ] {
-            assert!(reader.read(&mut vec![0; len], at).is_err(), "{at} {len}");
+            assert!(
+                reader.read(&mut vec![0; len], at, &mut || true).is_err(),
+                "{at} {len}"
+            );
         }
         let mut port = disk.open_port().unwrap();
         let guest = Guest::default();
@@ -437,11 +440,11 @@ fn a_reader_of_a_point_gives_way_to_a_guest_that_fills_the_log() {
                 let at = random.below(SIZE as u64 / 512) as usize * 512;
                 let len = (random.below(200) as usize + 1) * 512;
                 let mut bytes = vec![7; len.min(SIZE - at)];
-                reader.read(&mut bytes, at as u64).unwrap();
+                reader.read(&mut bytes, at as u64, &mut || true).unwrap();
                 assert!(bytes == state[at..at + bytes.len()], "{at}");
             }
             let mut all = vec![7; SIZE];
-            reader.read(&mut all, 0).unwrap();
+            reader.read(&mut all, 0, &mut || true).unwrap();
             assert!(all == state);
         });
         drop((port, reader));

@@ -28,7 +28,7 @@ use crate::log::orders::KeeperTask;
 use crate::log::pin::{PinUser, PinnedLog};
 use crate::log::state::Log;
 use crate::medium::copying::{COPY_BYTES, KERNEL_COPY_BYTES, NamedFile, NamedSource, copy};
-use crate::medium::file::size_error;
+use crate::medium::file::{ReadFile, size_error};
 use crate::medium::segment::LogRead;
 use crate::offline::view::DataPlace;
 use crate::sync;
@@ -305,6 +305,8 @@ pub struct PointReader<'a> {
     /// Until when the look stays open unless writers wait for it.
     until: Instant,
     bytes: u64,
+    /// Reads the image, which may not answer.
+    thread: FileThread,
 }
 
 impl PointReader<'_> {
@@ -326,12 +328,18 @@ impl PointReader<'_> {
         refuse_obstruction(log, self.point.name)
     }
 
-    /// Fills `bytes` with what the disk had from byte `at` on: whole sectors of it.
+    /// Fills `bytes` with what the disk had from byte `at` on: whole sectors of it. While the image
+    /// does not answer, `go_on` is called, which returns `false` to give up.
     ///
     /// # Errors
     /// [`ErrorKind::InvalidInput`](crate::ErrorKind) for a range that is not of whole sectors, or
-    /// not on the disk; or it can't be read, or as [`give_way`](Self::give_way).
-    pub fn read(&mut self, bytes: &mut [u8], at: u64) -> Result<()> {
+    /// not on the disk; or it can't be read, or was given up, or as [`give_way`](Self::give_way).
+    pub fn read(
+        &mut self,
+        bytes: &mut [u8],
+        at: u64,
+        go_on: &mut dyn FnMut() -> bool,
+    ) -> Result<()> {
         let len = bytes.len() as u64;
         let end = at.checked_add(len).filter(|end| *end <= self.bytes);
         let Some(end) = end.filter(|_| (at | len).is_multiple_of(SECTOR_SIZE)) else {
@@ -341,29 +349,68 @@ impl PointReader<'_> {
                 self.bytes
             )));
         };
-        self.give_way()?;
-        if self.look.is_none() {
-            let (log, name) = (&self.point.disk.log, self.point.name);
-            self.point
-                .await_room(&mut || refuse_obstruction(log, name))?;
-            let opening = sync::now();
-            self.look = Some(self.point.look()?);
-            self.until = copies_until(opening);
-        }
-        let Some(look) = &self.look else {
-            unreachable!("it was just opened");
-        };
-        bytes.fill(0);
-        let layers = look.layers();
-        for part in layers.data(at..end, KERNEL_COPY_BYTES) {
-            let (range, data) = part?;
-            layers.read(range, &data, &mut |from, piece| {
-                let from = (from - at) as usize;
-                bytes[from..from + piece.len()].copy_from_slice(piece);
-                Ok(true)
-            })?;
-        }
+        while !self.fill(bytes, at..end, go_on)? {}
         Ok(())
+    }
+
+    /// Reads a range. `false`: the look was closed meanwhile, and the image may have changed.
+    fn fill(
+        &mut self,
+        bytes: &mut [u8],
+        range: Range<u64>,
+        go_on: &mut dyn FnMut() -> bool,
+    ) -> Result<bool> {
+        self.give_way()?;
+        let look = match self.look.take() {
+            Some(look) => look,
+            None => {
+                let (log, name) = (&self.point.disk.log, self.point.name);
+                self.point
+                    .await_room(&mut || refuse_obstruction(log, name))?;
+                let opening = sync::now();
+                let look = self.point.look()?;
+                self.until = copies_until(opening);
+                look
+            }
+        };
+        let (image, path) = (look.past.base.clone(), look.past.path.clone());
+        let parts = look.layers().data(range.clone(), KERNEL_COPY_BYTES);
+        let parts: Vec<_> = parts.collect::<Result<_>>()?;
+        self.look = Some(look);
+        bytes.fill(0);
+        for (part, data) in parts {
+            let len = (part.end - part.start) as usize;
+            let read = match data {
+                DataPlace::Zero => continue,
+                DataPlace::Log { segment, offset } => LogRead::new(segment, offset, len).read()?,
+                DataPlace::Base => {
+                    if self.thread.is_busy() {
+                        return Err(ended_early("an earlier read of the image has not ended"));
+                    }
+                    let (image, from) = (image.clone(), part.start);
+                    let answer = self.thread.begin(false, move || {
+                        let mut read = Buffer::for_overwrite(len);
+                        image.read_exact_at(&mut read, from).map(|()| read)
+                    });
+                    let read = loop {
+                        if let Some(read) = answer.wait(ROOM_POLL) {
+                            break read;
+                        }
+                        self.give_way()?;
+                        if !go_on() {
+                            return Err(ended_early("it was given up"));
+                        }
+                    };
+                    read.map_err(|error| Error::io("read the base image", &path, error))?
+                }
+            };
+            if self.look.is_none() {
+                return Ok(false);
+            }
+            let place = (part.start - range.start) as usize;
+            bytes[place..place + len].copy_from_slice(&read);
+        }
+        Ok(true)
     }
 }
 
@@ -380,6 +427,7 @@ impl Disk {
             bytes: look.sectors() * SECTOR_SIZE,
             until: copies_until(opening),
             look: Some(look),
+            thread: FileThread::default(),
             point,
         })
     }

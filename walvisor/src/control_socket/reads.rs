@@ -67,7 +67,8 @@ impl ReadClient {
                 return Err(io::Error::new(ErrorKind::InvalidInput, why));
             }
             bytes.resize(len as usize, 0);
-            reader.read(&mut bytes, at).map_err(io::Error::other)?;
+            let read = reader.read(&mut bytes, at, &mut || note(0));
+            read.map_err(io::Error::other)?;
             self.pass(reader, note, &mut Passed::Out(&bytes))?;
             if !note(len.into()) {
                 return Err(io::Error::other("it was given up"));
