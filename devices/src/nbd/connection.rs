@@ -407,7 +407,10 @@ mod tests {
             contexts: Arc::new([]),
         };
         let (socket, _client) = UnixStream::pair().unwrap();
-        let seat = Seats::default().handshake(None).unwrap().connection();
+        let seat = Seats::default()
+            .handshake(None, &socket)
+            .unwrap()
+            .connection();
         let connection = Connection::new(handshake, Wire::new(socket.into()), seat.unwrap());
         let removing = thread::spawn(move || {
             export.users.close();

@@ -917,7 +917,10 @@ mod tests {
                 framing: Framing::Simple,
                 contexts: Arc::new([]),
             };
-            let seat = Seats::default().handshake(None).unwrap().connection();
+            let seat = Seats::default()
+                .handshake(None, &ours)
+                .unwrap()
+                .connection();
             let wire = Wire::new(ours.into());
             pool.serve(Connection::new(handshake, wire, seat.unwrap()))
                 .unwrap();

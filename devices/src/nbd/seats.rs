@@ -2,11 +2,16 @@
 //!
 //! A client in the handshake may be a stranger, so it takes none of the seats of clients that have
 //! chosen an export, which with TLS have shown who they are. Of the seats in the handshake an
-//! address has a few.
+//! address has a few. One more client takes the seat of the oldest from its address; or, if all
+//! seats are taken, from the address that has most. So clients that say nothing keep nobody out,
+//! from however many addresses they come.
 
-use std::collections::HashMap;
+use std::collections::{BTreeMap, HashMap};
 use std::net::IpAddr;
+use std::os::fd::{AsFd, OwnedFd};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use rustix::net::Shutdown;
 
 use crate::backend::{MemoryBudget, MemoryReservation};
 
@@ -33,9 +38,43 @@ pub(super) struct Seats {
 #[derive(Default)]
 struct Taken {
     connections: usize,
-    handshakes: usize,
-    /// Clients in the handshake by their address; none is 0.
-    by_address: HashMap<IpAddr, usize>,
+    /// The seats in the handshake by number, so the oldest first.
+    handshakes: BTreeMap<u64, Shaking>,
+    /// The number of the next one.
+    next: u64,
+}
+
+/// A client in the handshake.
+struct Shaking {
+    /// `None`: it came by a Unix socket.
+    address: Option<IpAddr>,
+    /// Its socket too.
+    socket: OwnedFd,
+}
+
+impl Taken {
+    /// Whose seat a client from this address gets, and why that client has to go; `None`: a free
+    /// one.
+    fn in_the_way(&self, address: Option<IpAddr>) -> Option<(u64, String)> {
+        let mut by_address = HashMap::new();
+        for client in self.handshakes.values() {
+            *by_address.entry(client.address).or_insert(0) += 1;
+        }
+        let own = by_address.get(&address).copied().unwrap_or(0);
+        let (address, why) = if let Some(network) = address
+            && own >= MAX_FROM_ADDRESS
+        {
+            (address, format!("{own} clients from {network}"))
+        } else if self.handshakes.len() >= MAX_HANDSHAKES {
+            let (address, _) = by_address.into_iter().max_by_key(|(_, count)| *count)?;
+            (address, format!("{MAX_HANDSHAKES} clients"))
+        } else {
+            return None;
+        };
+        let mut clients = self.handshakes.iter();
+        let (oldest, _) = clients.find(|(_, client)| client.address == address)?;
+        Some((*oldest, why))
+    }
 }
 
 /// Of an IPv6 address, its network: who has one address of it has all.
@@ -60,34 +99,38 @@ impl Seats {
         self.taken.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// A seat for the handshake of a client, which is at `address` unless it came by a Unix socket.
+    /// A seat for the handshake of a client with this socket, which is at `address` unless it came
+    /// by a Unix socket. Another client may lose its seat, and is then disconnected.
     ///
     /// # Errors
     /// Why there is none.
-    pub(super) fn handshake(&self, address: Option<IpAddr>) -> Result<HandshakeSeat, String> {
+    pub(super) fn handshake(
+        &self,
+        address: Option<IpAddr>,
+        socket: impl AsFd,
+    ) -> Result<HandshakeSeat, String> {
         let address = address.map(network);
         let tls = if self.tls { TLS_BYTES } else { 0 };
         let memory = MemoryBudget::of_process().reserve(CLIENT_BYTES + tls);
         let memory = memory.ok_or("the process has no memory left for a client")?;
+        let socket = socket.as_fd().try_clone_to_owned();
+        let socket = socket.map_err(|error| error.to_string())?;
         let mut taken = self.lock();
-        if taken.handshakes >= MAX_HANDSHAKES {
-            return Err(format!(
-                "{MAX_HANDSHAKES} clients have not chosen an export yet"
-            ));
+        if let Some((oldest, why)) = taken.in_the_way(address)
+            && let Some(client) = taken.handshakes.remove(&oldest)
+        {
+            tracing::warn!(
+                "NBD: {why} have not chosen an export yet: the oldest was disconnected for the next"
+            );
+            // Its thread ends once it notices. Fails if the client is gone.
+            let _ = rustix::net::shutdown(client.socket, Shutdown::Both);
         }
-        if let Some(address) = address {
-            let count = taken.by_address.entry(address).or_default();
-            if *count >= MAX_FROM_ADDRESS {
-                return Err(format!(
-                    "{MAX_FROM_ADDRESS} clients from {address} have not chosen an export yet"
-                ));
-            }
-            *count += 1;
-        }
-        taken.handshakes += 1;
+        let number = taken.next;
+        taken.next += 1;
+        taken.handshakes.insert(number, Shaking { address, socket });
         Ok(HandshakeSeat {
             seats: self.clone(),
-            address,
+            number,
             memory: Some(memory),
         })
     }
@@ -96,7 +139,7 @@ impl Seats {
 /// The seat of a client in the handshake.
 pub(super) struct HandshakeSeat {
     seats: Seats,
-    address: Option<IpAddr>,
+    number: u64,
     memory: Option<MemoryReservation>,
 }
 
@@ -107,6 +150,8 @@ impl HandshakeSeat {
         if taken.connections >= MAX_CONNECTIONS {
             return None;
         }
+        // Nobody may disconnect it any more.
+        taken.handshakes.remove(&self.number);
         taken.connections += 1;
         Some(ConnectionSeat {
             seats: self.seats.clone(),
@@ -117,16 +162,7 @@ impl HandshakeSeat {
 
 impl Drop for HandshakeSeat {
     fn drop(&mut self) {
-        let mut taken = self.seats.lock();
-        taken.handshakes -= 1;
-        if let Some(address) = self.address
-            && let Some(count) = taken.by_address.get_mut(&address)
-        {
-            *count -= 1;
-            if *count == 0 {
-                taken.by_address.remove(&address);
-            }
-        }
+        self.seats.lock().handshakes.remove(&self.number);
     }
 }
 
@@ -144,36 +180,92 @@ impl Drop for ConnectionSeat {
 
 #[cfg(test)]
 mod tests {
+    use std::io::{ErrorKind, Read};
+    use std::os::unix::net::UnixStream;
+
     use super::*;
 
+    /// A client in the handshake: its seat, and its end of the connection.
+    struct Client {
+        seat: HandshakeSeat,
+        socket: UnixStream,
+        _ours: UnixStream,
+    }
+
+    impl Client {
+        fn of(seats: &Seats, address: Option<IpAddr>) -> Self {
+            let (socket, ours) = UnixStream::pair().unwrap();
+            socket.set_nonblocking(true).unwrap();
+            Self {
+                seat: seats.handshake(address, &ours).unwrap(),
+                socket,
+                _ours: ours,
+            }
+        }
+
+        fn is_connected(&self) -> bool {
+            let read = (&self.socket).read(&mut [0]);
+            read.is_err_and(|error| error.kind() == ErrorKind::WouldBlock)
+        }
+    }
+
+    fn stranger(network: u16, last: u16) -> Option<IpAddr> {
+        Some(IpAddr::from([0x2001, 0xdb8, network, 0, 0, 0, 0, last]))
+    }
+
+    fn connected(clients: &[Client]) -> Vec<bool> {
+        clients.iter().map(Client::is_connected).collect()
+    }
+
     #[test]
-    fn strangers_take_no_seat_of_those_who_have_chosen_nor_all_of_other_addresses() {
+    fn clients_in_the_handshake_take_no_seat_of_those_who_have_chosen() {
         let seats = Seats::default();
         let served: Vec<_> = (0..MAX_CONNECTIONS)
-            .map(|_| seats.handshake(None).unwrap().connection().unwrap())
+            .map(|_| Client::of(&seats, None).seat.connection().unwrap())
             .collect();
-        let stranger = |last: u16| Some(IpAddr::from([0x2001, 0xdb8, 0, 0, 0, 0, 0, last]));
-        let held: Vec<_> = (0..16)
-            .map(|last| seats.handshake(stranger(last)).ok())
-            .collect();
-        assert!(held.iter().all(Option::is_some));
-        let told = seats.handshake(stranger(99)).err().unwrap();
-        assert!(
-            told.starts_with("16 clients from 2001:db8:: have"),
-            "{told}"
-        );
-        let known = || Some(IpAddr::from([192, 0, 2, 7]));
-        let other = seats.handshake(known()).unwrap();
-        assert!(other.connection().is_none(), "all are taken");
+        assert!(seats.lock().handshakes.is_empty());
+        let one_more = Client::of(&seats, stranger(1, 1));
+        assert!(one_more.seat.connection().is_none(), "all are taken");
         drop(served);
-        assert!(seats.handshake(known()).unwrap().connection().is_some());
-        drop(held);
-        assert!(seats.lock().by_address.is_empty());
-        let all: Vec<_> = (0..MAX_HANDSHAKES)
-            .map(|_| seats.handshake(None).unwrap())
+        assert!(Client::of(&seats, None).seat.connection().is_some());
+    }
+
+    #[test]
+    fn a_client_gets_the_seat_of_the_oldest_stranger_at_its_address() {
+        let seats = Seats::default();
+        let strangers: Vec<_> = (0..16)
+            .map(|last| Client::of(&seats, stranger(1, last)))
             .collect();
-        assert!(seats.handshake(known()).is_err());
-        drop(all);
-        assert!(seats.handshake(known()).is_ok());
+        let other = Client::of(&seats, stranger(2, 0));
+        assert_eq!(connected(&strangers), [true; 16]);
+        let client = Client::of(&seats, stranger(1, 99));
+        let mut expected = [true; 16];
+        expected[0] = false;
+        assert_eq!(connected(&strangers), expected);
+        assert!(client.is_connected() && other.is_connected());
+        // Who has lost its seat gives back none.
+        drop(strangers);
+        assert_eq!(seats.lock().handshakes.len(), 2);
+        assert!(client.seat.connection().is_some());
+    }
+
+    #[test]
+    fn a_client_gets_a_seat_from_whoever_has_most() {
+        let seats = Seats::default();
+        let client = Client::of(&seats, stranger(99, 0));
+        // Eight addresses take all seats.
+        let mut strangers: Vec<_> = (0..MAX_HANDSHAKES as u16)
+            .map(|number| Client::of(&seats, stranger(number / 16, number)))
+            .collect();
+        assert_eq!(seats.lock().handshakes.len(), MAX_HANDSHAKES);
+        // From thousands of addresses, each with one, the oldest goes.
+        let newcomers: Vec<_> = (0..50)
+            .map(|number| Client::of(&seats, stranger(100 + number, 0)))
+            .collect();
+        assert!(client.is_connected() && newcomers.iter().all(Client::is_connected));
+        strangers.retain(Client::is_connected);
+        assert_eq!(strangers.len(), MAX_HANDSHAKES - 51);
+        assert_eq!(seats.lock().handshakes.len(), MAX_HANDSHAKES);
+        assert!(client.seat.connection().is_some());
     }
 }

@@ -175,7 +175,7 @@ fn accept_clients(
         "NBD",
         Listener::accept,
         |(socket, address)| {
-            let seat = match seats.handshake(address) {
+            let seat = match seats.handshake(address, &socket) {
                 Ok(seat) => seat,
                 Err(why) => return tracing::warn!("NBD: {why}: one more was turned away"),
             };

@@ -359,3 +359,37 @@ fn strangers_fill_no_log() {
     });
     assert!(counts.sum::<u64>() > 1000, "{told}");
 }
+
+/// Strangers from one address, in a number that was too large for its seats, and a client from the
+/// same address.
+#[test]
+fn strangers_that_say_nothing_keep_no_client_out() {
+    let dir = tempfile::tempdir().unwrap();
+    let dir = dir.path();
+    if !certificates(dir) || !have("nbdsh", "python3-libnbd") {
+        return;
+    }
+    create(dir, "disk.img", "1M");
+    let mut command = Command::new(WALVISOR);
+    let arguments =
+        "serve nbd --disk path=disk.img,port=0 --tls-certificates pki --tls-verify-peer";
+    command.args(arguments.split(' '));
+    let told = fs::File::create(dir.join("told")).unwrap();
+    let daemon = Daemon::start_telling(dir, &mut command, told.into(), 1);
+    let address = daemon.uri().strip_prefix("nbds://").expect("TLS");
+    let (address, _) = address.split_once('/').unwrap();
+    let (_, port) = address.rsplit_once(':').unwrap();
+    let connect = format!("h.connect_tcp('localhost', '{port}')");
+    for _ in 0..3 {
+        let strangers: Vec<_> = (0..200)
+            .map(|_| TcpStream::connect(address).unwrap())
+            .collect();
+        nbdsh(dir, "pki", &connect, "assert h.pread(512, 0) == bytes(512)").unwrap();
+        drop(strangers);
+    }
+    daemon.stop();
+    let told = fs::read_to_string(dir.join("told")).unwrap();
+    let line =
+        "16 clients from 127.0.0.1 have not chosen an export yet: the oldest was disconnected";
+    assert!(told.contains(line), "{told}");
+}
