@@ -184,10 +184,10 @@ impl Throttle {
         }
     }
 
-    /// Charges for `operation` if it may start now. If not, the error is when to ask again, in
-    /// nanoseconds of CLOCK_MONOTONIC.
-    fn admit(&self, operation: &Operation) -> Result<(), u64> {
-        self.admit_at(bytes_of(operation), now())
+    /// Charges for a request of `bytes` if it may start now. If not, the error is when to ask
+    /// again, in nanoseconds of CLOCK_MONOTONIC.
+    fn admit(&self, bytes: u64) -> Result<(), u64> {
+        self.admit_at(bytes, now())
     }
 
     fn admit_at(&self, bytes: u64, now: u64) -> Result<(), u64> {
@@ -262,8 +262,8 @@ impl Timer {
 pub(crate) struct QueueLimits {
     throttle: Arc<Throttle>,
     timer: Arc<Timer>,
-    /// Requests that may not start yet, in order.
-    held: VecDeque<(u64, Operation)>,
+    /// Requests that may not start yet, in order, each with the bytes that it counts for.
+    held: VecDeque<(u64, Operation, u64)>,
 }
 
 impl QueueLimits {
@@ -296,14 +296,16 @@ impl QueueLimits {
         self.throttle.active.load(Ordering::Relaxed) || self.is_holding()
     }
 
-    /// Submits a request to `queue`, now or in a later [`release`](Self::release).
+    /// Submits a request that counts for so many bytes to `queue`, now or in a later
+    /// [`release`](Self::release).
     pub(crate) fn submit(
         &mut self,
         queue: &mut dyn BackendQueue,
         token: u64,
         operation: Operation,
+        bytes: u64,
     ) {
-        self.held.push_back((token, operation));
+        self.held.push_back((token, operation, bytes));
         if self.held.len() == 1 {
             self.release(queue);
         }
@@ -312,11 +314,11 @@ impl QueueLimits {
     /// Submits the held requests that may start now, and sets the timer for the others.
     pub(crate) fn release(&mut self, queue: &mut dyn BackendQueue) {
         self.timer.clear();
-        while let Some((_, operation)) = self.held.front() {
+        while let Some((_, _, bytes)) = self.held.front() {
             let changes = self.throttle.changes.load(Ordering::SeqCst);
-            match self.throttle.admit(operation) {
+            match self.throttle.admit(*bytes) {
                 Ok(()) => {
-                    let (token, operation) = self.held.pop_front().expect("the front exists");
+                    let (token, operation, _) = self.held.pop_front().expect("the front exists");
                     queue.submit(token, operation);
                 }
                 Err(when) => {
@@ -446,7 +448,7 @@ mod tests {
                     sector: 0,
                     sectors: 1,
                 };
-                limits.submit(queue, token, operation);
+                limits.submit(queue, token, operation, 512);
             }
         };
         let mut done = Vec::new();

@@ -204,10 +204,8 @@ impl<M: DeviceMemory> QueueWorker<M> {
             let (status, data) = match action {
                 BlockAction::Submit(mut operation) => {
                     let (mut moving, mut rest) = (pending.bytes, Sectors::default());
-                    // A limited disk's limits count a request as one.
-                    if let Operation::Read { sector, sectors } = operation
-                        && !self.port.is_limited()
-                    {
+                    let whole = bytes_of(&operation);
+                    if let Operation::Read { sector, sectors } = operation {
                         rest = Sectors {
                             first: sector,
                             sectors,
@@ -231,7 +229,7 @@ impl<M: DeviceMemory> QueueWorker<M> {
                         rest,
                     };
                     let token = self.in_flight.insert(request);
-                    self.port.submit(token, operation);
+                    self.port.submit_first(token, operation, whole);
                     continue;
                 }
                 BlockAction::Answer(status) => (status, None),

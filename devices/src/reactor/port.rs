@@ -6,7 +6,7 @@ use std::sync::Arc;
 use super::{COMPLETIONS, RELEASE, Turn};
 use crate::backend::{Backend, BackendQueue, Completion, Operation};
 use crate::event_loop::EventSet;
-use crate::throttle::{QueueLimits, Throttle};
+use crate::throttle::{QueueLimits, Throttle, bytes_of};
 
 /// A source's queue of its disk.
 pub(crate) struct DiskPort {
@@ -61,8 +61,16 @@ impl DiskPort {
 
     /// Submits a request, now or when the disk's limits allow it.
     pub(crate) fn submit(&mut self, token: u64, operation: Operation) {
+        let bytes = bytes_of(&operation);
+        self.submit_first(token, operation, bytes);
+    }
+
+    /// As [`submit`](Self::submit), of the first part of a request of `bytes`: the limits count
+    /// that as one. The others are [not limited](Self::submit_unlimited).
+    pub(crate) fn submit_first(&mut self, token: u64, operation: Operation, bytes: u64) {
         if self.is_limited() {
-            self.limits.submit(&mut *self.queue, token, operation);
+            let queue = &mut *self.queue;
+            self.limits.submit(queue, token, operation, bytes);
         } else {
             self.queue.submit(token, operation);
         }

@@ -57,16 +57,27 @@ impl TaskOutcome {
     }
 }
 
+/// A read of some of a command's blocks.
+#[derive(Clone, Copy)]
+struct ReadPart {
+    /// What to do with them.
+    after: AfterRead,
+    /// Byte offset of the first in the range.
+    from: usize,
+    bytes: usize,
+}
+
 /// A command in flight.
 pub struct Task {
     job: Job,
     /// Index of the next action.
     next_action: usize,
-    /// Blocks of the range filled, or ranges of the list discarded, including those in flight.
+    /// Blocks of the range read or filled, or ranges of the list discarded, including those in
+    /// flight.
     progress: usize,
     in_flight: usize,
-    /// What to do with the blocks of the read in flight; `None`: no read is in flight.
-    after_read: Option<AfterRead>,
+    /// The read in flight.
+    reading: Option<ReadPart>,
     ticket: Option<OrderTicket>,
     /// Whether it is in the unit's order of commands, if it has to be.
     entered: bool,
@@ -107,7 +118,7 @@ impl Task {
             next_action: 0,
             progress: 0,
             in_flight: 0,
-            after_read: None,
+            reading: None,
             ticket: None,
             entered: false,
             data_in,
@@ -160,6 +171,16 @@ impl Task {
 
     /// What the transport has to do next.
     pub fn next(&mut self, unit: &LogicalUnit, data: &dyn DataBuffer) -> TaskStep {
+        self.next_part(unit, data, usize::MAX)
+    }
+
+    /// As [`next`](Self::next), but reads at most so many bytes at a time, or a block.
+    pub(crate) fn next_part(
+        &mut self,
+        unit: &LogicalUnit,
+        data: &dyn DataBuffer,
+        most_read: usize,
+    ) -> TaskStep {
         let idle = if self.in_flight == 0 {
             TaskStep::Done
         } else {
@@ -189,7 +210,7 @@ impl Task {
         if self.in_flight >= most {
             return TaskStep::InFlight;
         }
-        match self.next_operation(unit, data, action) {
+        match self.next_operation(unit, data, action, most_read) {
             Ok(_) if data.has_failed() => {
                 self.fail(unit, Sense::WRITE_ERROR);
                 idle
@@ -205,12 +226,20 @@ impl Task {
         }
     }
 
+    /// Of the read that was submitted last, the bytes that the disk's limits count: those of all
+    /// parts for the first one. `None`: it is another part, which they do not count.
+    pub(crate) fn counted_read(&self, unit: &LogicalUnit) -> Option<u64> {
+        let first = self.reading.is_some_and(|part| part.from == 0);
+        first.then(|| u64::from(self.job.range.blocks) * u64::from(unit.block_size()))
+    }
+
     /// The next operation of `action`. An action may need several.
     fn next_operation(
         &mut self,
         unit: &LogicalUnit,
         data: &dyn DataBuffer,
         action: ScsiAction,
+        most_read: usize,
     ) -> Result<Operation, OutOfMemory> {
         let per_block = unit.sectors_per_block();
         let block = unit.block_size() as usize;
@@ -219,11 +248,20 @@ impl Task {
         // A job's range has at most 2^32 - 1 sectors.
         let sectors = blocks * per_block as u32;
         self.next_action += 1;
-        self.after_read = None;
+        self.reading = None;
         Ok(match action {
             ScsiAction::Flush => Operation::Flush,
             ScsiAction::Read(after) => {
-                self.after_read = Some(after);
+                let left = blocks as usize - self.progress;
+                let part = left.min((most_read / block).max(1));
+                self.reading = Some(ReadPart {
+                    after,
+                    from: self.progress * block,
+                    bytes: part * block,
+                });
+                let sector = sector + self.progress as u64 * per_block;
+                let sectors = part as u32 * per_block as u32;
+                self.go_on(part, left);
                 Operation::Read { sector, sectors }
             }
             ScsiAction::Write { from } => {
@@ -246,12 +284,7 @@ impl Task {
                     filled += more;
                 }
                 let sector = sector + self.progress as u64 * per_block;
-                self.progress = if part < left {
-                    self.next_action -= 1;
-                    self.progress + part
-                } else {
-                    0
-                };
+                self.go_on(part, left);
                 let data = payload;
                 Operation::Write { sector, data }
             }
@@ -283,6 +316,16 @@ impl Task {
         })
     }
 
+    /// An operation does `part` of what is `left` of an action; the action goes on after it.
+    fn go_on(&mut self, part: usize, left: usize) {
+        self.progress = if part < left {
+            self.next_action -= 1;
+            self.progress + part
+        } else {
+            0
+        };
+    }
+
     /// Takes the result of an operation of this task.
     pub fn complete(
         &mut self,
@@ -295,8 +338,8 @@ impl Task {
         if self.failed.is_some() {
             return;
         }
-        let checked = match (result, self.after_read) {
-            (Ok(Some(blocks)), Some(after)) => self.use_blocks(unit, data, &blocks, after),
+        let checked = match (result, self.reading) {
+            (Ok(Some(blocks)), Some(part)) => self.use_blocks(unit, data, &blocks, part),
             (Ok(_), None) => Ok(()),
             // A read without its data is an error too.
             (Ok(None), Some(_)) => Err(Sense::READ_ERROR),
@@ -320,22 +363,22 @@ impl Task {
         unit: &LogicalUnit,
         data: &dyn DataBuffer,
         blocks: &[u8],
-        after: AfterRead,
+        part: ReadPart,
     ) -> Result<(), Sense> {
         let block = unit.block_size() as usize;
-        if blocks.len() != self.job.range.blocks as usize * block {
+        if blocks.len() != part.bytes {
             return Err(Sense::READ_ERROR);
         }
-        match after {
+        match part.after {
             AfterRead::Forget => Ok(()),
             AfterRead::Return => {
-                let len = blocks.len().min(data.len());
-                data.write(0, &blocks[..len]);
-                self.data_in = Some(len);
+                let len = blocks.len().min(data.len().saturating_sub(part.from));
+                data.write(part.from, &blocks[..len]);
+                self.data_in = Some(part.from + len);
                 Ok(())
             }
-            AfterRead::Compare => compare(blocks, data, blocks.len()),
-            AfterRead::CompareEach => compare(blocks, data, block),
+            AfterRead::Compare => compare(blocks, data, part.from, blocks.len()),
+            AfterRead::CompareEach => compare(blocks, data, 0, block),
         }
     }
 
@@ -357,12 +400,13 @@ impl Task {
     }
 }
 
-/// Compares blocks with the first `period` bytes of the data buffer, repeated as often as needed.
-fn compare(blocks: &[u8], data: &dyn DataBuffer, period: usize) -> Result<(), Sense> {
+/// Compares blocks with `period` bytes of the data buffer, at offset `from`, repeated as often as
+/// needed.
+fn compare(blocks: &[u8], data: &dyn DataBuffer, from: usize, period: usize) -> Result<(), Sense> {
     let mut chunk = [0; COMPARE_BYTES];
     // Each block size divides `COMPARE_BYTES`, or is a multiple of it.
     for (index, blocks) in blocks.chunks(COMPARE_BYTES.min(period)).enumerate() {
-        let offset = index * COMPARE_BYTES.min(period) % period;
+        let offset = from + index * COMPARE_BYTES.min(period) % period;
         let expected = &mut chunk[..blocks.len()];
         data.read(offset, expected);
         if let Some(at) = blocks
@@ -379,3 +423,96 @@ fn compare(blocks: &[u8], data: &dyn DataBuffer, period: usize) -> Result<(), Se
 const _: () = assert!(
     COMPARE_BYTES.is_multiple_of(SECTOR_SIZE as usize) && MAX_FILL_BYTES.is_multiple_of(4096)
 );
+
+#[cfg(test)]
+mod tests {
+    use std::cell::RefCell;
+    use std::sync::Arc;
+
+    use super::*;
+    use crate::backend::ram::RamDisk;
+
+    struct Data(RefCell<Vec<u8>>);
+
+    impl DataBuffer for Data {
+        fn len(&self) -> usize {
+            self.0.borrow().len()
+        }
+
+        fn read(&self, offset: usize, into: &mut [u8]) {
+            into.copy_from_slice(&self.0.borrow()[offset..offset + into.len()]);
+        }
+
+        fn write(&self, offset: usize, from: &[u8]) {
+            self.0.borrow_mut()[offset..offset + from.len()].copy_from_slice(from);
+        }
+    }
+
+    /// Ends a command whose reads have at most `most` bytes. Returns its data, its outcome, and
+    /// what the limits count of each of its reads.
+    fn run(
+        unit: &LogicalUnit,
+        cdb: &[u8],
+        data: Vec<u8>,
+        most: usize,
+    ) -> (Vec<u8>, TaskOutcome, Vec<Option<u64>>) {
+        let mut queue = unit.backend().open_queue().unwrap();
+        let data = Data(RefCell::new(data));
+        let mut task = Task::new(unit, cdb, &data);
+        let mut counted = Vec::new();
+        loop {
+            match task.next_part(unit, &data, most) {
+                TaskStep::Submit(operation) => {
+                    if let Operation::Read { sectors, .. } = operation {
+                        assert!(sectors as usize * 512 <= most.max(512));
+                        counted.push(task.counted_read(unit));
+                    }
+                    queue.submit(1, operation);
+                }
+                TaskStep::InFlight => {
+                    queue.kick();
+                    let mut done = Vec::new();
+                    queue.completions(&mut done);
+                    let ended = done.into_iter();
+                    ended.for_each(|end| task.complete(unit, &data, end.result));
+                }
+                TaskStep::Done => return (data.0.into_inner(), task.outcome(), counted),
+                TaskStep::Blocked => panic!("it is alone"),
+            }
+        }
+    }
+
+    /// Reads, and the comparisons of VERIFY and COMPARE AND WRITE.
+    #[test]
+    fn commands_whose_reads_come_in_parts_do_the_same() {
+        let unit = LogicalUnit::new(Arc::new(RamDisk::new(64)), "serial", 512).unwrap();
+        let bytes: Vec<u8> = (0..20 * 512).map(|at: u32| (at / 7) as u8).collect();
+        let write = [0x2a, 0, 0, 0, 0, 3, 0, 0, 20, 0];
+        let written = run(&unit, &write, bytes.clone(), 512);
+        assert_eq!(written.1.status, Status::Good);
+        let mut other = bytes.clone();
+        other[11 * 512 + 77] ^= 1;
+        for (most, parts) in [(usize::MAX, 1), (3 * 512 + 1, 7), (512, 20), (1, 20)] {
+            let read = [0x28, 0, 0, 0, 0, 3, 0, 0, 20, 0];
+            let (data, outcome, counted) = run(&unit, &read, vec![0; 20 * 512 - 5], most);
+            assert!(data == bytes[..20 * 512 - 5]);
+            assert_eq!(outcome.data_in, Some(20 * 512 - 5));
+            let mut expected = vec![None; parts];
+            expected[0] = Some(20 * 512);
+            assert_eq!(counted, expected);
+            let verify = [0x2f, 2, 0, 0, 0, 3, 0, 0, 20, 0];
+            let (_, outcome, counted) = run(&unit, &verify, bytes.clone(), most);
+            assert_eq!((outcome.status, counted), (Status::Good, expected));
+            let swap = [0x89, 0, 0, 0, 0, 0, 0, 0, 0, 3, 0, 0, 0, 20, 0, 0];
+            let both = [&other[..], &bytes[..]].concat();
+            for (compares, data) in [(&verify[..], other.clone()), (&swap[..], both)] {
+                let sense = run(&unit, compares, data, most).1.sense.unwrap();
+                // MISCOMPARE, and at which byte.
+                assert_eq!(sense[2] & 0xf, 0xe);
+                assert_eq!(sense[3..7], (11 * 512 + 77_u32).to_be_bytes());
+            }
+            let both = [&bytes[..], &bytes[..]].concat();
+            assert_eq!(run(&unit, &swap, both, most).1.status, Status::Good);
+        }
+    }
+}

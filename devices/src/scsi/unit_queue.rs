@@ -264,17 +264,26 @@ impl<T, D: DataBuffer> UnitQueue<T, D> {
         while let Some(command) = self.commands.get_mut(key)
             && let Some(task) = &mut command.task
         {
-            match task.next(unit, &command.data) {
+            match task.next_part(unit, &command.data, turn.part()) {
                 TaskStep::Submit(operation) => {
                     // Nobody turns the cache on behind the back of a command that has seen it off.
                     command.volatile |= unit.backend().write_cache();
                     command.await_written |= self.answer_when_written
                         && !matches!(operation, Operation::Read { .. } | Operation::Flush);
-                    self.shared.metrics.count(&operation);
-                    let bytes = bytes_of(&operation) as usize;
-                    turn.charge(bytes);
-                    turn.take_room(bytes);
-                    self.port.submit(key as u64, operation);
+                    let bytes = bytes_of(&operation);
+                    turn.charge(bytes as usize);
+                    turn.take_room(bytes as usize);
+                    let counted = match &operation {
+                        Operation::Read { .. } => task.counted_read(unit),
+                        _ => Some(bytes),
+                    };
+                    let token = key as u64;
+                    if let Some(counted) = counted {
+                        self.shared.metrics.count(&operation);
+                        self.port.submit_first(token, operation, counted);
+                    } else {
+                        self.port.submit_unlimited(token, operation);
+                    }
                 }
                 TaskStep::InFlight => return,
                 TaskStep::Blocked => return self.blocked.push_back(key),

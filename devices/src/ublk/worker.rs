@@ -251,8 +251,6 @@ impl QueueServer {
             sector, sectors, ..
         } = request;
         let operation = match request.kind {
-            // A limited disk's limits count a request as one.
-            OperationKind::Read if self.port.is_limited() => in_flight.next_part(usize::MAX),
             OperationKind::Read => in_flight.next_part(turn.part()),
             OperationKind::Write => {
                 let data = Buffer::try_for_overwrite(payload as usize);
@@ -285,7 +283,7 @@ impl QueueServer {
         self.moving += in_flight.weight();
         self.requests += 1;
         self.in_flight[usize::from(tag)] = Some(in_flight);
-        self.port.submit(tag.into(), operation);
+        self.port.submit_first(tag.into(), operation, payload);
         true
     }
 
