@@ -36,6 +36,7 @@ use std::sync::{Arc, Mutex, PoisonError, RwLock};
 
 use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
 
+use crate::memory::MemoryReservation;
 use crate::{
     Backend, BackendQueue, Buffer, Capabilities, Completion, Failure, MAX_REQUEST_BYTES, Operation,
     SECTOR_SIZE, check_range, descriptor,
@@ -67,23 +68,29 @@ struct RamDiskState {
     chunks: Vec<RwLock<Option<Buffer>>>,
     /// By sector, the medium's contents where the cache differs. `None`: the disk can't lose power.
     durable: Option<Mutex<BTreeMap<u64, [u8; SECTOR_LEN]>>>,
+    _memory: Option<MemoryReservation>,
 }
 
 impl RamDisk {
     /// An empty disk of `sectors` sectors, in writeback mode.
     pub fn new(sectors: u64) -> Self {
-        Self::build(sectors, Vec::new(), false, true, false)
+        Self::build(sectors, Vec::new(), false, true, false, None)
+    }
+
+    /// As [`new`](Self::new), of memory that is reserved for as long as the disk exists.
+    pub fn reserved(sectors: u64, memory: MemoryReservation) -> Self {
+        Self::build(sectors, Vec::new(), false, true, false, Some(memory))
     }
 
     /// An empty disk with a volatile write cache that [`power_loss`](Self::power_loss) loses.
     /// `toggle`: the cache can be switched off.
     pub fn with_power_loss(sectors: u64, toggle: bool) -> Self {
-        Self::build(sectors, Vec::new(), false, toggle, true)
+        Self::build(sectors, Vec::new(), false, toggle, true, None)
     }
 
     /// An empty disk of `sectors` sectors that refuses writes.
     pub fn empty_read_only(sectors: u64) -> Self {
-        Self::build(sectors, Vec::new(), true, true, false)
+        Self::build(sectors, Vec::new(), true, true, false, None)
     }
 
     /// A disk that holds `contents`, rounded up to whole sectors, and refuses writes.
@@ -97,7 +104,7 @@ impl RamDisk {
                 RwLock::new(Some(chunk))
             })
             .collect();
-        Self::build(sectors, chunks, true, true, false)
+        Self::build(sectors, chunks, true, true, false, None)
     }
 
     fn build(
@@ -106,6 +113,7 @@ impl RamDisk {
         read_only: bool,
         toggle: bool,
         power_loss: bool,
+        memory: Option<MemoryReservation>,
     ) -> Self {
         let count = sectors.saturating_mul(SECTOR_SIZE).div_ceil(CHUNK_LEN);
         chunks.resize_with(count as usize, RwLock::default);
@@ -117,6 +125,7 @@ impl RamDisk {
                 write_cache: AtomicBool::new(true),
                 chunks,
                 durable: power_loss.then(Mutex::default),
+                _memory: memory,
             }),
         }
     }

@@ -406,8 +406,11 @@ fn reads_only(specs: &[DiskSpec], members: &[usize]) -> bool {
     members.iter().all(|member| specs[*member].read_only)
 }
 
-/// What a log takes beside its index, in bytes: records on their way to the medium, and checksums.
-const LOG_BYTES: u64 = 6 << 20;
+/// What a log takes beside its index and its checksums, in bytes: records on their way to the
+/// medium.
+const LOG_BYTES: u64 = 4 << 20;
+/// What the checksums of a log of the usual size take. The log reserves it.
+const USUAL_CHECKSUMS: u64 = 2 << 20;
 
 /// What a log with an index of so many bytes may take of the process's memory. Looks may take as
 /// much as the index.
@@ -415,15 +418,22 @@ fn memory_of_log(index: u64) -> u64 {
     index.saturating_mul(2).saturating_add(LOG_BYTES)
 }
 
-/// What the logs of these disks take of a process with a memory limit of `limit` bytes.
-pub(crate) fn memory_of_logs(specs: &[DiskSpec], limit: u64) -> u64 {
+/// What these disks take of a process with a memory limit of `limit` bytes: logs, and disks in
+/// memory.
+pub(crate) fn memory_of(specs: &[DiskSpec], limit: u64) -> u64 {
+    let in_memory = specs.iter().filter(|spec| !spec.read_only);
+    let in_memory = in_memory.filter_map(|spec| spec.size);
+    in_memory.fold(memory_of_logs(specs, limit), u64::saturating_add)
+}
+
+fn memory_of_logs(specs: &[DiskSpec], limit: u64) -> u64 {
     let groups = group_by_log(specs);
     let usual = index_memory(Some(limit), groups.len());
     let indexes = groups.iter().map(|(_, members)| {
         let given = members
             .iter()
             .find_map(|member| specs[*member].index_memory);
-        memory_of_log(given.unwrap_or(usual))
+        memory_of_log(given.unwrap_or(usual)) + USUAL_CHECKSUMS
     });
     indexes.fold(0, u64::saturating_add)
 }
@@ -436,21 +446,27 @@ fn index_memory(limit: Option<u64>, logs: usize) -> u64 {
     share.clamp(1 << 20, most)
 }
 
-/// Refuses a disk whose log needs more memory than the process has.
+/// Refuses a disk that needs, or whose log needs, more memory than the process has.
 fn check_free_memory(spec: &DiskSpec) -> Result<(), String> {
     let budget = MemoryBudget::of_process();
-    let Some(limit) = budget.limit().filter(|_| spec.log_directory().is_some()) else {
+    let Some(limit) = budget.limit() else {
         return Ok(());
     };
-    let needed = memory_of_logs(std::slice::from_ref(spec), limit);
+    let needed = memory_of(std::slice::from_ref(spec), limit);
     if budget.reserve(needed).is_some() {
         return Ok(());
     }
+    let (name, free) = (spec.name(), budget.free());
+    let (who, smaller) = match spec.backend {
+        BackendKind::Ram => ("it", "it a smaller size="),
+        _ => (
+            "its log",
+            "the disk the log= of another one, or a smaller index-memory=",
+        ),
+    };
     Err(format!(
-        "disk '{}': its log needs {needed} bytes of memory, and of this daemon's {limit} bytes {} are free: give the disk \
-         the log= of another one, or a smaller index-memory=, or the daemon a larger --memory-limit",
-        spec.name(),
-        budget.free()
+        "disk '{name}': {who} needs {needed} bytes of memory, and of this daemon's {limit} bytes {free} are free: give \
+         {smaller}, or the daemon a larger --memory-limit"
     ))
 }
 
@@ -625,7 +641,11 @@ fn open_without_log(spec: &DiskSpec) -> Result<Arc<dyn Backend>, walvisor_storag
     Ok(if spec.read_only {
         Arc::new(RamDisk::empty_read_only(bytes / SECTOR_SIZE))
     } else {
-        Arc::new(RamDisk::new(bytes / SECTOR_SIZE))
+        match MemoryBudget::of_process().reserve(bytes) {
+            Some(memory) => Arc::new(RamDisk::reserved(bytes / SECTOR_SIZE, memory)),
+            // `check_free_memory`, or the check of the limit, has let it pass.
+            None => Arc::new(RamDisk::new(bytes / SECTOR_SIZE)),
+        }
     })
 }
 

@@ -1,7 +1,7 @@
 //! The memory that a daemon may use: `--memory-limit`, or three quarters of what its cgroup and its
 //! machine have.
 //!
-//! What the process and its logs need is set aside at the start. Requests and clients share the
+//! What the process and its disks need is set aside at the start. Requests and clients share the
 //! rest, see [`MemoryBudget`].
 
 use std::fs;
@@ -30,7 +30,7 @@ pub fn set(
     // A sixteenth is for buffers that are used again, and an eighth for clients that ask for
     // little.
     let needed = |limit| {
-        let fixed = PROCESS_BYTES + REQUEST_BYTES + disks::memory_of_logs(disks, limit);
+        let fixed = PROCESS_BYTES + REQUEST_BYTES + disks::memory_of(disks, limit);
         (fixed / 13 * 16).next_multiple_of(1 << 20)
     };
     // A larger limit has larger indexes.
@@ -40,7 +40,7 @@ pub fn set(
     }
     if least > limit && asked.is_some() {
         return Err(format!(
-            "--memory-limit {}: the process and its logs need {}: give more, or the logs a smaller \
+            "--memory-limit {}: the process and its disks need {}: give more, or the logs a smaller \
              index-memory=",
             show_size(limit),
             show_size(least),

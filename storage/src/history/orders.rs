@@ -6,7 +6,7 @@ use crate::SECTOR_SIZE;
 use crate::catalog::identity::written;
 use crate::catalog::retention::Retention;
 use crate::catalog::snapshot::{Snapshot, SnapshotName};
-use crate::error::{Error, ErrorKind, Result};
+use crate::error::{Error, ErrorKind, Result, invalid};
 use crate::format::Control;
 use crate::history::keeper::Keeper;
 use crate::log::disk_state::DiskState;
@@ -167,7 +167,16 @@ impl Keeper {
         let mut changed = self.control.control.clone();
         change(&mut changed).map_err(|error| error.of_file(&self.log.dir))?;
         let most = changed.header.max_segments;
-        let enlarged = most != self.control.control.header.max_segments;
+        let before = self.control.control.header.max_segments;
+        let enlarged = most != before;
+        let more = most.get().saturating_sub(before.get());
+        self.log.reserve_checksums(more).map_err(|bytes| {
+            let dir = self.log.dir.display();
+            invalid(format!(
+                "{dir}: the checksums of a log with so much history need {bytes} bytes more memory than is free: retain \
+                 less, or give the daemon a larger --memory-limit"
+            ))
+        })?;
         self.control.change(|control| {
             control.header.max_segments = most;
             (control.history, control.snapshots) = (changed.history, changed.snapshots);

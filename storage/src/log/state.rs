@@ -9,6 +9,8 @@
 use std::path::PathBuf;
 use std::time::Duration;
 
+use walvisor_block::{MemoryBudget, MemoryReservation};
+
 use crate::catalog::retention::Retention;
 use crate::error::{self, Error, ErrorKind};
 use crate::format::Uuid;
@@ -34,6 +36,9 @@ use crate::{Condition, Failure, MAX_REQUEST_BYTES, Trouble};
 /// quarter slower, because payloads were copied into memory that the processor's caches had long
 /// evicted.
 pub(crate) const PENDING_LIMIT: usize = 4 << 20;
+
+/// Of a segment, one byte in this many is the memory of its checksums: 4 for each 4096.
+const CHECKSUMS_SHARE: u64 = 1024;
 
 /// The state guarded by the log's lock. The lock is never held across I/O.
 pub(crate) struct LogState {
@@ -204,6 +209,8 @@ pub(crate) struct Log {
     /// Counts the reads of all disks.
     pub reads: AtomicU64,
     pub counters: Counters,
+    /// The memory of the segments' checksums.
+    pub checksum_memory: Mutex<Vec<MemoryReservation>>,
     /// Where the records after snapshots begin, as far as that was asked for.
     pub positions: PositionCache,
     /// What has changed since snapshots that the base images have moved past.
@@ -284,6 +291,21 @@ impl Log {
     /// Whether the index has no room, so that writers wait.
     pub(crate) fn index_is_full(&self) -> bool {
         self.counters.index.bytes() >= self.index_limit
+    }
+
+    /// Takes memory of the process's for the checksums of so many segments more.
+    ///
+    /// # Errors
+    /// There is not so much: the bytes that it needs.
+    pub(crate) fn reserve_checksums(&self, segments: u32) -> Result<(), u64> {
+        let bytes = u64::from(segments) * self.segment_size / CHECKSUMS_SHARE;
+        if bytes == 0 {
+            return Ok(());
+        }
+        let memory = MemoryBudget::of_process().reserve(bytes).ok_or(bytes)?;
+        let mut own = self.checksum_memory.lock().expect("memory lock");
+        own.push(memory);
+        Ok(())
     }
 
     /// The memory limit of extents kept beside the index.

@@ -393,6 +393,13 @@ fn assemble(
     for state in states {
         state.index_mut().count_in(&log.counters.index);
     }
+    if let Err(bytes) = log.reserve_checksums(control.control.header.max_segments.get()) {
+        tracing::warn!(
+            "log {}: its checksums may take {bytes} bytes of memory, more than the daemon's limit leaves: retain less, or \
+             give a larger --memory-limit",
+            log_dir.display()
+        );
+    }
     let mut keeper = Keeper::new(log.clone(), states.to_vec(), control, recovered)?;
     keeper.remove_saved();
     keeper.remove_stale_spills();
@@ -460,6 +467,7 @@ fn new_log(
         held_back: AtomicBool::new(false),
         reads: AtomicU64::new(0),
         counters: Counters::default(),
+        checksum_memory: Mutex::default(),
         positions: PositionCache::default(),
         saved_since: SavedExtentsCache::default(),
         state: Mutex::new(state),

@@ -185,9 +185,46 @@ fn a_limit_that_is_too_small_for_the_disks_is_refused() {
     let refused = walvisor(dir, &format!("{serve} --memory-limit 16M"));
     assert_eq!(refused.status.code(), Some(2));
     let told = text(&refused.stderr);
-    let begin = "walvisor: --memory-limit 16M: the process and its logs need ";
+    let begin = "walvisor: --memory-limit 16M: the process and its disks need ";
     assert!(told.starts_with(begin), "{told}");
     let least = told[begin.len()..].split(':').next().unwrap();
     let arguments = format!("--disk path=a.img,socket=s --memory-limit {least}");
     assert_eq!(Daemon::start(dir, &arguments).stop(), "");
+}
+
+/// Disks in memory, and the checksums of the history that a log may keep.
+#[test]
+fn disks_in_memory_and_history_count_in_the_limit() {
+    let dir = tempfile::tempdir().unwrap();
+    let dir = dir.path();
+    create(dir, "a.img", "1M");
+    let refused = walvisor(
+        dir,
+        "serve nbd --disk backend=ram,size=64M,socket=r --memory-limit 64M",
+    );
+    assert_eq!(refused.status.code(), Some(2));
+    let told = text(&refused.stderr);
+    let begin = "walvisor: --memory-limit 64M: the process and its disks need ";
+    assert!(told.starts_with(begin), "{told}");
+    let arguments = "--disk path=a.img,socket=s --control c --memory-limit 128M \
+                     --disk backend=ram,size=8M,socket=r";
+    let daemon = Daemon::start(dir, arguments);
+    let used = || {
+        let stats = walvisor(dir, "ctl c stats --json");
+        let stats: serde_json::Value = serde_json::from_slice(&stats.stdout).unwrap();
+        stats["memory"]["used_bytes"].as_u64().unwrap()
+    };
+    let before = used();
+    let kept = walvisor(dir, "ctl c set-retain 10G --disk a.img");
+    assert!(kept.status.success(), "{}", text(&kept.stderr));
+    let more = used() - before;
+    assert!((10 << 20..12 << 20).contains(&more), "{more} bytes");
+    let refused = walvisor(dir, "ctl c set-retain 200G --disk a.img");
+    let told = text(&refused.stderr);
+    assert!(
+        told.contains("more memory than is free: retain less"),
+        "{told}"
+    );
+    assert!(used() - before == more);
+    assert_eq!(daemon.stop(), "");
 }
