@@ -24,8 +24,26 @@ const fn attack(name: &'static str, act: fn(&mut UnixStream) -> io::Result<()>) 
     }
 }
 
-/// All of them. Nothing that they write becomes part of the disk.
-pub static ATTACKS: [Attack; 5] = [
+/// An ordinary client that writes as fast as it can, to the second MiB of the disk.
+const FLOOD: Attack = Attack {
+    attackers: 1,
+    ..attack("writes of 1 MiB, 32 in flight", |stream| {
+        let data = noise(1 << 20);
+        let write = |stream: &mut UnixStream| {
+            stream.write_all(&request(0, WRITE, 0, 1 << 20, data.len() as u32))?;
+            stream.write_all(&data)
+        };
+        (0..32).try_for_each(|_| write(stream))?;
+        loop {
+            simple_reply(stream)?;
+            write(stream)?;
+        }
+    })
+};
+
+/// All of them. What they write is the second MiB of the disk, or does not become part of it.
+pub static ATTACKS: [Attack; 6] = [
+    FLOOD,
     attack("reads of 32 MiB, whose replies are read", |stream| {
         let mut reply = vec![0; 1 << 20];
         loop {
