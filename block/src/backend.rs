@@ -62,6 +62,12 @@ pub trait Backend: Send + Sync {
     /// everything written so far durable.
     fn set_write_cache(&self, on: bool);
 
+    /// Sets the disk's part of what it shares with other disks, such as the room of a log, relative
+    /// to theirs; 100 unless set.
+    fn set_weight(&self, weight: u16) {
+        let _ = weight;
+    }
+
     /// Opens a queue for one worker.
     ///
     /// # Errors

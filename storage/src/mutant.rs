@@ -76,6 +76,8 @@ pub(crate) enum Mutant {
     SummaryStopsEarly,
     /// The disks as of a record include the next one too. The index is in memory.
     PointReadsNewer,
+    /// A disk that floods the log's room is not held back. Who has used it is in memory.
+    RoomUnshared,
     /// A fold passes a pin. Pins are in memory.
     FoldPassesPin,
     /// A copy to the base images does not save what a snapshot needs. The medium does not know of

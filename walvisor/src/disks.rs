@@ -312,6 +312,7 @@ pub fn prepare_rings<'a>(disks: impl IntoIterator<Item = &'a OpenDisk>) {
 }
 
 fn open_disk(spec: &DiskSpec, backend: Arc<dyn Backend>, cpus: u8) -> OpenDisk {
+    backend.set_weight(spec.limits.weight);
     OpenDisk {
         name: disk_name(spec),
         kind: spec.device,

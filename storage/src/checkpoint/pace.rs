@@ -14,6 +14,7 @@
 
 use std::time::{Duration, Instant};
 
+use crate::log::room::RESERVED_ROOM;
 use crate::log::state::{Log, LogState};
 use crate::sync;
 use crate::sync::atomic::Ordering;
@@ -124,6 +125,8 @@ impl CopyPace {
             rate: u64::MAX,
             queue: u64::MAX,
         };
+        state.room.begin_copy();
+        state.ring.begin_copy(room / RESERVED_ROOM);
         state.ring.allow(pace.allowed(0));
         pace
     }
@@ -169,13 +172,15 @@ impl CopyPace {
     pub(crate) fn max_runs(&mut self, log: &Log, done: u64) -> usize {
         let done = self.saved + done;
         let mut state = log.lock();
-        if state.ring.allow(self.allowed(done)) {
+        let awaited = state.ring.allow(self.allowed(done));
+        if awaited {
             drop(state);
             log.wake_ports();
             state = log.lock();
         }
         let state = &*state;
-        let hurry = self.hurry || state.is_pressing() || log.held_back.load(Ordering::Relaxed);
+        let held_back = awaited || log.held_back.load(Ordering::Relaxed);
+        let hurry = self.hurry || state.is_pressing() || held_back;
         let used = |now: u64, (began, room): (u64, u64)| {
             now.saturating_sub(began) as f64 / (room.max(1) as f64 * USABLE_SHARE)
         };

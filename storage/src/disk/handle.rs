@@ -328,6 +328,11 @@ impl Backend for Disk {
         self.state.write_cache.store(on, Ordering::Release);
     }
 
+    /// The disk's part of the log's room, and of the memory for records that are not written yet.
+    fn set_weight(&self, weight: u16) {
+        self.log.lock().room.set_weight(self.state.id, weight);
+    }
+
     fn open_queue(&self) -> io::Result<Box<dyn BackendQueue>> {
         Ok(Box::new(self.open_port()?))
     }

@@ -513,6 +513,9 @@ impl Keeper {
     /// Goes on to the phase after this event.
     pub(super) fn enter(&mut self, event: CopyEvent) {
         self.phase = self.phase.next(event);
+        if event == CopyEvent::Ended && self.log.lock().ring.end_copy() {
+            self.log.wake_ports();
+        }
     }
 
     /// What it is doing.

@@ -100,6 +100,7 @@ impl Keeper {
         }
         if !keeps_history {
             self.disks.retain(|other| other.id != disk.id);
+            self.log.lock().room.forget(disk.id);
             self.reclaim();
         }
         Ok(())

@@ -20,6 +20,7 @@ use crate::index::Place;
 use crate::log::disk_state::DiskState;
 use crate::log::group::{Group, GroupBuffers};
 use crate::log::pipeline::Modification;
+use crate::log::room::shared_memory;
 use crate::log::sharing::SharingCounters;
 use crate::log::state::{Log, LogState, PENDING_LIMIT, PanicGuard};
 use crate::log::waiters::{Mailbox, Waiter};
@@ -101,7 +102,9 @@ impl Committer {
         }
         // Half a segment at most: all pending records must fit the ring's last segment, which is
         // reserved for the keeper.
-        let full = state.pipeline.bytes() >= PENDING_LIMIT.min(log.segment_size as usize / 2);
+        state.room.want(disk.id);
+        let most = PENDING_LIMIT.min(log.segment_size as usize / 2);
+        let full = state.pipeline.bytes() >= most;
         let many = log.index_is_full();
         let detached = disk.detached.load(Ordering::Relaxed);
         let spill_full = disk.spill_full.load(Ordering::Relaxed);
@@ -119,6 +122,11 @@ impl Committer {
             log.held_back.store(true, Ordering::Relaxed);
             return Err(AppendError::HeldBack(change));
         }
+        let bytes = change.pending_bytes();
+        if gives_way(log, &mut state, disk.id, bytes, most) {
+            return Err(AppendError::HeldBack(change));
+        }
+        state.room.take(disk.id, bytes as u64);
         let place = match &change.payload {
             Some(payload) => Place::Memory {
                 payload: payload.bytes.clone(),
@@ -317,6 +325,26 @@ impl Committer {
         self.unstarted = true;
         Ok(false)
     }
+}
+
+/// Whether a disk's next record, of `bytes`, waits because the disk has used more than its part of
+/// the log's room. `most`: how many bytes may be pending.
+fn gives_way(log: &Log, state: &mut LogState, disk_id: u32, bytes: usize, most: usize) -> bool {
+    let has_memory = state.pipeline.bytes() < shared_memory(most);
+    let more = state.pipeline.queued_bytes() + bytes;
+    let has_room = state.ring.leaves_reserve(more as u64);
+    // If no room can be made, who wants some is to fail, not to wait.
+    let goes_on = state.keeper.failed || has_memory && has_room;
+    if goes_on || !state.room.is_beyond(disk_id) {
+        return false;
+    }
+    if !has_memory {
+        log.held_back.store(true, Ordering::Relaxed);
+    }
+    if !has_room {
+        state.ring.await_room();
+    }
+    true
 }
 
 /// What a thread needs to lead.

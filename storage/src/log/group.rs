@@ -327,7 +327,7 @@ impl Log {
         let whole = (header_len + payload_len) as u64;
         if count == 0
             || state.pipeline.writing() >= MOST_WRITING
-            || !(synced || state.pipeline.admit_unsynced())
+            || !(synced || state.pipeline.admit_unsynced(state.room.is_shared()))
             || !self.make_room(state, BatchSize { header, whole })
         {
             return None;

@@ -15,6 +15,7 @@ pub(crate) mod pin;
 pub(crate) mod pipeline;
 pub(crate) mod reads;
 pub(crate) mod ring;
+pub(crate) mod room;
 pub(crate) mod sharing;
 pub(crate) mod spill;
 pub(crate) mod state;

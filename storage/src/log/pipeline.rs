@@ -14,6 +14,7 @@ use crate::catalog::mark_text::MarkText;
 use crate::format::{Descriptor, DescriptorKind};
 use crate::log::commit::Commit;
 use crate::log::disk_state::DiskState;
+use crate::log::room::shared_memory;
 use crate::medium::checksum::{self, Payload};
 use crate::medium::file::{Segment, SyncScope, WriteBack};
 use crate::sync::Arc;
@@ -57,6 +58,12 @@ impl Modification {
             .map_or(0, |payload| payload.bytes.len())
     }
 
+    /// What the record counts towards the pending bytes. A record without a payload counts too,
+    /// because it takes a descriptor; so memory stays bounded.
+    pub(crate) fn pending_bytes(&self) -> usize {
+        self.payload_len().max(512)
+    }
+
     /// The checksums of the payload.
     pub(crate) fn checksums(&self) -> &[u32] {
         self.payload
@@ -82,15 +89,15 @@ impl Record {
         }
     }
 
-    /// What the record counts towards the pending bytes. A record without a payload counts too,
-    /// because it takes a descriptor; so memory stays bounded.
+    /// See [`Modification::pending_bytes`].
     fn pending_bytes(&self) -> usize {
-        self.change.payload_len().max(512)
+        self.change.pending_bytes()
     }
 }
 
-/// Most write-back steps that may be due; further batches wait until the leader has started some.
-const MOST_WRITE_BACKS: usize = 4;
+/// Most bytes of write-back that may be due; further batches wait until the leader has started
+/// some. A FLUSH waits for all of them, whichever disk has written them.
+const MOST_WRITE_BACK: usize = 4 << 20;
 
 /// A batch being written to its segment.
 struct InFlightBatch {
@@ -127,8 +134,8 @@ pub(crate) struct Pipeline {
     syncing: Option<u64>,
     /// Write-back steps that are due for written batches, oldest first.
     write_backs: VecDeque<WriteBack>,
-    /// A batch is waiting for write-back to catch up.
-    held_up: bool,
+    /// A batch is waiting until no more bytes than this are due for write-back.
+    held_up: Option<usize>,
 }
 
 impl Pipeline {
@@ -149,7 +156,7 @@ impl Pipeline {
             unsynced: Vec::new(),
             syncing: None,
             write_backs: VecDeque::new(),
-            held_up: false,
+            held_up: None,
         }
     }
 
@@ -227,15 +234,28 @@ impl Pipeline {
     }
 
     /// Whether a batch without a sync may be written now. If not, it counts as waiting for
-    /// write-back.
-    pub(crate) fn admit_unsynced(&mut self) -> bool {
-        self.held_up = self.write_backs.len() >= MOST_WRITE_BACKS;
-        !self.held_up
+    /// write-back. `shared`: several disks write.
+    pub(crate) fn admit_unsynced(&mut self, shared: bool) -> bool {
+        let most = if shared {
+            shared_memory(MOST_WRITE_BACK)
+        } else {
+            MOST_WRITE_BACK
+        };
+        self.held_up = (self.write_back_due() >= most).then_some(most);
+        self.held_up.is_none()
     }
 
     /// Whether a batch that was waiting for write-back may be written now.
     pub(crate) fn is_released(&self) -> bool {
-        self.held_up && self.write_backs.len() < MOST_WRITE_BACKS
+        let due = self.write_back_due();
+        self.held_up.is_some_and(|most| due < most)
+    }
+
+    /// Bytes of write-back that is due.
+    fn write_back_due(&self) -> usize {
+        let steps = self.write_backs.iter();
+        let bytes = steps.map(|step| step.range.end - step.range.start);
+        bytes.sum::<u64>() as usize
     }
 
     /// Whether any write-back is due.

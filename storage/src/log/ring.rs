@@ -15,6 +15,7 @@ use crate::catalog::retention::Retention;
 use crate::format::{self, SegmentHeader, Uuid};
 use crate::log::clock::Timestamp;
 use crate::log::commit::Commit;
+use crate::log::room::RESERVED_ROOM;
 use crate::log::tail::{BatchSize, PendingSummary, Tail};
 use crate::medium::checksum::ChecksumTable;
 use crate::medium::file::Segment;
@@ -91,6 +92,8 @@ pub(crate) struct SegmentRing {
     copied: GrowthQuota,
     /// How far the preallocation of a segment file lets the log grow.
     made: GrowthQuota,
+    /// Room that disks beyond their part leave to the others; 0 while no copy is under way.
+    reserve: u64,
 }
 
 /// How far batches may grow the log while background work makes room for them.
@@ -109,9 +112,14 @@ impl GrowthQuota {
         std::mem::take(&mut self.awaited)
     }
 
+    /// Whether the log may grow to `end`.
+    fn has(&self, end: u64) -> bool {
+        self.end.is_none_or(|most| end <= most)
+    }
+
     /// Whether a batch may grow the log to `end`. If not, it waits from now on.
     fn admits(&mut self, end: u64) -> bool {
-        let admits = self.end.is_none_or(|most| end <= most);
+        let admits = self.has(end);
         self.awaited |= !admits;
         admits
     }
@@ -160,6 +168,7 @@ impl SegmentRing {
             passed: 0,
             copied: GrowthQuota::default(),
             made: GrowthQuota::default(),
+            reserve: 0,
         }
     }
 
@@ -277,6 +286,40 @@ impl SegmentRing {
     /// Notes that no segment file could be made. Returns whether that is new.
     pub(crate) fn note_cannot_grow(&mut self) -> bool {
         !std::mem::replace(&mut self.cannot_grow, true)
+    }
+
+    /// While a copy is under way, disks beyond their part leave so many bytes to the others.
+    pub(crate) fn begin_copy(&mut self, reserve: u64) {
+        self.reserve = reserve;
+    }
+
+    /// The copy has ended. Returns whether somebody was waiting for that.
+    pub(crate) fn end_copy(&mut self) -> bool {
+        self.reserve = 0;
+        self.copied.set(None)
+    }
+
+    /// Whether `bytes` more leave what disks beyond their part leave to the others: while a copy is
+    /// under way, and while the ring grows.
+    pub(crate) fn leaves_reserve(&self, bytes: u64) -> bool {
+        let reserve = self.segment_size / RESERVED_ROOM;
+        let has_file = !self.free.is_empty() && self.made.has(self.end + bytes + reserve);
+        if self.to_come() > 0 && !has_file {
+            return false;
+        }
+        let more = bytes + self.reserve;
+        let tail = self.tail.as_ref();
+        let tail = tail.map_or(0, |tail| self.segment_size - tail.offset);
+        // One segment is the keeper's.
+        let others = (self.free.len() as u64 + u64::from(self.to_come())).saturating_sub(1);
+        let has_room = more <= others * self.segment_size + tail;
+        self.reserve == 0 || has_room && self.copied.has(self.end + more)
+    }
+
+    /// Somebody waits until there is more room.
+    pub(crate) fn await_room(&mut self) {
+        self.copied.awaited |= self.reserve > 0;
+        self.made.awaited = true;
     }
 
     /// The checkpoint lets the log grow to `end`; `None`: as long as there is room. Returns whether

@@ -23,6 +23,7 @@ use crate::log::disk_state::DiskState;
 use crate::log::orders::{KeeperOrder, KeeperState, KeeperTask};
 use crate::log::pipeline::Pipeline;
 use crate::log::ring::SegmentRing;
+use crate::log::room::RoomShares;
 use crate::log::waiters::{Waiter, Waiters, deliver};
 use crate::medium::directory::Medium;
 use crate::medium::file::Appender;
@@ -44,6 +45,7 @@ const CHECKSUMS_SHARE: u64 = 1024;
 pub(crate) struct LogState {
     pub pipeline: Pipeline,
     pub ring: SegmentRing,
+    pub room: RoomShares,
     pub waiters: Waiters,
     pub commit_delay: CommitDelay,
     pub keeper: KeeperState,
@@ -72,6 +74,7 @@ impl LogState {
         Self {
             pipeline,
             ring,
+            room: RoomShares::default(),
             waiters: Waiters::default(),
             commit_delay,
             keeper,

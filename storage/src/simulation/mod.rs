@@ -33,6 +33,8 @@ mod engine;
 mod exhaustive;
 mod files;
 mod fixture;
+#[cfg(not(feature = "shuttle"))]
+mod flood;
 mod history;
 #[cfg(not(feature = "shuttle"))]
 mod horizon;

@@ -31,6 +31,7 @@ use crate::point::{
 impl ControlledProcess {
     fn limit(&self, disk: &DiskInUse, limits: throttle::Limits) {
         disk.throttle.set(limits);
+        disk.backend.set_weight(disk.throttle.weight());
         self.apply_end(disk);
     }
 

@@ -338,7 +338,7 @@ pub const KEYS: &[Key] = &[
         default: "100",
         commands: EVERYWHERE,
         backends: ANY,
-        help: "The disk's part of a thread beside other disks that have work: one with 200 moves twice as many bytes as one with 100",
+        help: "The disk's part of a thread, and of its log's room, beside other disks that have work: one with 200 moves twice as many bytes as one with 100",
     },
     Key {
         name: "commit-wait-usec",
