@@ -104,6 +104,7 @@ pub use {
     offline::create::create_disk,
     offline::discard::{DiscardReport, discard_log, plan_discard},
     offline::dump::{LogGroup, LogMark, LogRecord, RecordKind, dump_groups, dump_records},
+    offline::follow::{FollowStep, LogFollower, LogPiece, LogPlace, PieceChecker, cut_piece},
     offline::image::Image,
     offline::inspect::{
         DamagedHeader, DamagedSectors, DiskReport, LogReport, SnapshotFault, inspect,
@@ -111,6 +112,7 @@ pub use {
     },
     offline::live_export::PointReader,
     offline::live_points::DiskPoints,
+    offline::log_root::{ImageReader, LogParts, LogRoot, RootImage, assemble_log, write_segment},
     offline::log_size::resize_log,
     offline::members::{leave_log, move_to_log},
     offline::open::Store,

@@ -277,7 +277,7 @@ def read_from(first, candidates, control, durable, summaries):
         if i == 0 and (segment.previous_sequence >= control.first_sequence or last > control.checkpoint_lsn):
             return batches, durable, 0, [], None
         following = candidates[i + 1] if i + 1 < len(candidates) else None
-        limit = following.previous_lsn if following and following.previous_sequence == segment.sequence else None
+        limit = following.previous_lsn if following and following.previous_sequence in (0, segment.sequence) else None
         listed = summary_of(segment, control.log, limit) if summaries and limit is not None else None
         if listed is not None:
             summarised.append((i, limit))

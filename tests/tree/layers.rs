@@ -54,6 +54,17 @@ const DEVICES: &[&[&str]] = &[
     &["nbd", "tcmu", "transport", "ublk", "vhost_user"],
 ];
 
+/// Modules of `archive`.
+const ARCHIVE: &[&[&str]] = &[
+    &["error", "layout"],
+    &["object", "url"],
+    &["remote"],
+    &["base", "epoch"],
+    &["line"],
+    &["restore", "uploader"],
+    &["survey"],
+];
+
 /// Modules of `vmm`.
 const VMM: &[&[&str]] = &[
     &["arch", "bus", "disk", "readiness", "seccomp"],
@@ -342,9 +353,29 @@ fn imports_between_folders_run_down() {
     // The product must not use the simulation, which only tests use.
     check("storage", STORAGE, &["simulation"]);
     check("devices", DEVICES, &[]);
+    check("archive", ARCHIVE, &["tests"]);
     check("vmm", VMM, &[]);
     check("walvisor", WALVISOR, &[]);
     check("benches", BENCHES, &[]);
+}
+
+/// The network and its runtime stay in one crate.
+#[test]
+fn only_the_archive_uses_the_network() {
+    let top = Path::new(env!("CARGO_MANIFEST_DIR")).join("..");
+    let mut users = BTreeSet::new();
+    let crates = ["benches", "guest-images", "tests", "tests/testkit"];
+    let product = ["archive", "block", "devices", "storage", "vmm", "walvisor"];
+    for name in crates.iter().chain(&product) {
+        let manifest = fs::read_to_string(top.join(name).join("Cargo.toml")).unwrap();
+        for line in manifest.lines() {
+            let named = line.split(['.', ' ', '=']).next().unwrap_or_default();
+            if ["tokio", "reqwest", "object_store", "hyper"].contains(&named) {
+                users.insert(*name);
+            }
+        }
+    }
+    assert_eq!(users, BTreeSet::from(["archive"]));
 }
 
 #[test]

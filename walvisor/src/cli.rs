@@ -47,6 +47,8 @@ pub enum Command {
     Top(commands::top::TopArguments),
     /// Inspect logs.
     Log(commands::log::LogArguments),
+    /// Copy a log to an object store, and bring its disks back from there.
+    Archive(commands::archive::ArchiveArguments),
 }
 
 /// Parses and runs the command line. Returns the exit status: 0 done, 1 failed, 2 wrong usage.
@@ -77,6 +79,7 @@ pub fn main(started: Instant) -> ExitCode {
         Command::Config(arguments) => commands::config::run(&arguments),
         Command::Top(arguments) => commands::top::run(&arguments),
         Command::Log(arguments) => commands::log::run(&arguments),
+        Command::Archive(arguments) => commands::archive::run(&arguments),
     };
     end("walvisor", result)
 }

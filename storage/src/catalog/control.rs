@@ -304,9 +304,15 @@ pub(crate) fn open_or_create_log(
 /// The control file of a log that another process may be writing, without a lock. `None` if it
 /// can't be read.
 pub(crate) fn read_unlocked(log_dir: &Path) -> Option<ControlFile> {
+    read_unlocked_control(log_dir).ok()
+}
+
+/// As [`read_unlocked`], with the reason why it can't be read.
+pub(crate) fn read_unlocked_control(log_dir: &Path) -> Result<ControlFile> {
     let path = log_dir.join(CONTROL);
-    let file = files().open(&path, OpenMode::Read).ok()?;
-    read_control(file, path, log_parent(log_dir).ok()?).ok()
+    let file = files().open(&path, OpenMode::Read);
+    let file = file.map_err(|error| Error::io("open the log", &path, error))?;
+    read_control(file, path, log_parent(log_dir)?)
 }
 
 /// Opens, locks and reads the control file, to use the log ([`Access::Log`]) or only to look at it

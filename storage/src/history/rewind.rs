@@ -17,6 +17,14 @@ use crate::mutant::{Mutant, planted};
 use crate::sync::Arc;
 use crate::sync::atomic::Ordering;
 
+/// How the text of a rewind's mark begins. The LSN that it goes back to follows.
+const MARK_OF_REWIND: &str = "restored in place as of LSN ";
+
+/// Whether a mark may be a rewind's. Somebody may have given a mark such a text.
+pub(crate) fn is_mark_of_rewind(text: &MarkText) -> bool {
+    text.as_str().starts_with(MARK_OF_REWIND)
+}
+
 impl Keeper {
     /// Restores a disk in place; the caller has pinned the base images. Returns the LSN of the
     /// rewind. New records of the disk wait until it is done.
@@ -29,7 +37,7 @@ impl Keeper {
         let mut next = self.control.control.clone();
         let room = next.rewind(disk.id, request.to, request.newest, 0);
         room.map_err(|error| error.of_file(&self.log.dir))?;
-        let text = format!("restored in place as of LSN {}", request.to);
+        let text = format!("{MARK_OF_REWIND}{}", request.to);
         let (text, marked): (MarkText, _) = (text.parse()?, MarkCommit::default());
         let mut state = self.log.lock();
         let written = disk.last_lsn.load(Ordering::Acquire) != request.newest;

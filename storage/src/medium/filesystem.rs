@@ -28,6 +28,10 @@ pub(crate) enum OpenMode {
     Existing,
     /// An existing file, for reading only.
     Read,
+    /// As [`Read`](Self::Read), but bypassing the page cache as [`Direct`](Self::Direct) does. A file
+    /// that another process writes to like that must be read like that: a page that somebody reads
+    /// can't be dropped when the write ends, which the kernel reports as a failed write.
+    ReadDirect,
     /// An existing file, or a new one with permissions `mode` (minus the umask). Symbolic links are
     /// not followed.
     Kept { mode: u32 },
@@ -106,6 +110,7 @@ impl FileSystem for HostFiles {
         options.read(true).write(how != OpenMode::Read);
         let file = match how {
             OpenMode::Direct => open_direct(path, true)?,
+            OpenMode::ReadDirect => open_direct(path, false)?,
             OpenMode::Existing | OpenMode::Read => options.open(path)?,
             OpenMode::Kept { mode } => make(path, options.truncate(false), mode)?,
             OpenMode::Emptied => make(path, options.truncate(true), OWNER)?,

@@ -103,7 +103,7 @@ impl Segment {
     }
 
     /// The segment files in `dir`, with their numbers, in order.
-    fn list(files: &dyn FileSystem, dir: &Path) -> Result<Vec<(u32, PathBuf)>> {
+    pub(crate) fn list(files: &dyn FileSystem, dir: &Path) -> Result<Vec<(u32, PathBuf)>> {
         let names = files.names(dir);
         let mut found = Vec::new();
         for name in names.map_err(|error| Error::io("read the log directory", dir, error))? {

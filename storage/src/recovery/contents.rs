@@ -66,29 +66,33 @@ pub(crate) struct SegmentContents {
 }
 
 /// Where in a segment the next batch is expected, and what it must have to be that batch.
-struct Chain<'a> {
-    candidate: &'a Candidate,
-    offset: u64,
-    previous_crc: U32,
-    previous_lsn: u64,
+#[derive(Clone, Debug)]
+pub(crate) struct Chain {
+    pub sequence: U64,
+    pub salt: U64,
+    pub offset: u64,
+    pub previous_crc: U32,
+    pub previous_lsn: u64,
     /// Batches end at this offset at the latest.
-    room: u64,
+    pub room: u64,
 }
 
-impl<'a> Chain<'a> {
-    fn new(candidate: &'a Candidate, room: u64) -> Self {
+impl Chain {
+    /// At the beginning of the segment with this header.
+    pub(crate) fn new(header: &SegmentHeader, room: u64) -> Self {
         Self {
-            candidate,
+            sequence: header.sequence,
+            salt: header.salt,
             offset: BLOCK as u64,
-            previous_crc: candidate.header.crc,
-            previous_lsn: candidate.header.previous_lsn.get(),
+            previous_crc: header.crc,
+            previous_lsn: header.previous_lsn.get(),
             room,
         }
     }
 
     /// Whether this is the next batch.
-    fn follows(&self, batch: &Batch) -> bool {
-        let (header, segment) = (&batch.header, &self.candidate.header);
+    pub(crate) fn follows(&self, batch: &Batch) -> bool {
+        let header = &batch.header;
         let in_order = if self.offset == BLOCK as u64 {
             // LSNs of a dropped torn tail are never reused, so a gap is normal here.
             header.first_lsn.get() > self.previous_lsn
@@ -97,12 +101,12 @@ impl<'a> Chain<'a> {
         };
         let room = self.room.checked_sub(batch.payload_at);
         let fits = room.is_some_and(|room| header.payload_bytes.get() <= room);
-        let ours = header.sequence == segment.sequence && header.salt == segment.salt;
+        let ours = header.sequence == self.sequence && header.salt == self.salt;
         in_order && fits && ours && header.previous_crc == self.previous_crc
     }
 
     /// Advances past this batch.
-    fn advance(&mut self, batch: &Batch) {
+    pub(crate) fn advance(&mut self, batch: &Batch) {
         self.offset = batch.end();
         self.previous_crc = batch.header.crc;
         self.previous_lsn = batch.last_lsn();
@@ -157,7 +161,7 @@ impl SegmentContents {
         limit: Option<u64>,
     ) -> Result<()> {
         let log = &candidate.header.log;
-        let mut chain = Chain::new(candidate, window.size());
+        let mut chain = Chain::new(&candidate.header, window.size());
         // Read on to the first thing that is not the next batch, even where the next segment says
         // that no batch follows.
         while let Some(mut batch) = Batch::at(window, log, chain.offset)? {
@@ -219,7 +223,7 @@ fn summary(candidate: &Candidate, size: u64, limit: u64) -> Option<Vec<Batch>> {
     }
     let bytes = if len > BLOCK { read(len)? } else { block };
     let mut rest = footer.headers(&bytes)?;
-    let mut chain = Chain::new(candidate, size - len as u64);
+    let mut chain = Chain::new(&candidate.header, size - len as u64);
     let mut batches = Vec::new();
     while !rest.is_empty() {
         let (batch, len) = Batch::parse(rest, &header.log, chain.offset)?;

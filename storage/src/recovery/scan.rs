@@ -267,7 +267,9 @@ pub(crate) fn scan(
     let (candidates, suspects) = classify(medium, control, &mut scan)?;
 
     let total = (candidates.len() + suspects.len()) as u64 * size;
-    // The first segment follows a recycled one; every other segment names its predecessor.
+    // The first segment follows a recycled one; every other segment names its predecessor, or none
+    // if the images had everything when it was begun. (A log restored from an archive may begin
+    // before that.)
     let begins = candidates.first().is_some_and(|first| {
         first.header.previous_sequence.get() < first_sequence
             && first.header.previous_lsn.get() <= scan.last.lsn
@@ -289,7 +291,10 @@ pub(crate) fn scan(
         let part = |i: usize| {
             let next = candidates.get(i + 1).map(|next| &next.header);
             let limit = next
-                .filter(|next| next.previous_sequence == candidates[i].header.sequence)
+                .filter(|next| {
+                    let previous = next.previous_sequence;
+                    previous == candidates[i].header.sequence || previous.get() == 0
+                })
                 .map(|next| next.previous_lsn.get());
             (&candidates[i], limit)
         };

@@ -2,6 +2,7 @@
 //! the command out.
 
 mod activation;
+pub mod archive;
 pub mod config;
 pub mod ctl;
 pub mod demo;

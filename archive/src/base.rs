@@ -1,0 +1,167 @@
+//! Copying the base images of a log that may be in use.
+//!
+//! ```text
+//!   root ─ copy chunks ... ─ root again ─ the log up to there is archived ─ manifest
+//! ```
+//! While the copy runs, checkpoints change the images. So the copy is of no moment; but all records
+//! from its beginning to its end are in the log, which makes it exact: as if the log's owner had
+//! been killed in the middle of a checkpoint.
+
+use std::collections::HashSet;
+
+use bytes::Bytes;
+use walvisor_storage::{ImageReader, LogRoot, RootImage};
+
+use crate::error::{Error, ErrorKind, Result};
+use crate::layout::{self, Place};
+use crate::object::{self, BaseImage};
+use crate::remote::{AT_ONCE, Archive};
+
+/// Bytes of a chunk.
+pub(crate) const CHUNK_BYTES: u64 = if cfg!(test) { 64 << 10 } else { 4 << 20 };
+
+/// How far a copy of the base images has come, in bytes of the disks.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct BaseProgress {
+    /// Bytes that were read, or found to be holes.
+    pub passed: u64,
+    /// Bytes of all images.
+    pub total: u64,
+    /// Bytes of chunks that the archive did not have yet, before compression.
+    pub sent: u64,
+}
+
+/// A copy under way.
+pub(crate) struct BaseCopy {
+    /// The root when the copy began.
+    pub root: LogRoot,
+    /// The part in which the first segment begins that the log needed then.
+    pub first_part: Place,
+    pub first_sequence: u64,
+    images: Vec<ImageCopy>,
+    pub progress: BaseProgress,
+    /// The root when the copy had ended.
+    pub ended: Option<LogRoot>,
+}
+
+struct ImageCopy {
+    image: RootImage,
+    reader: ImageReader,
+    chunks: Vec<Option<String>>,
+}
+
+impl BaseCopy {
+    /// Begins a copy.
+    ///
+    /// # Errors
+    /// If an image can't be opened.
+    pub(crate) fn new(root: LogRoot, first_part: Place, first_sequence: u64) -> Result<Self> {
+        refuse_spilled(&root)?;
+        let images = root.images().into_iter().map(|image| {
+            Ok(ImageCopy {
+                reader: ImageReader::open(&image)?,
+                image,
+                chunks: Vec::new(),
+            })
+        });
+        let images: Vec<_> = images.collect::<Result<_>>()?;
+        let total = images.iter().map(|copy| copy.image.bytes).sum();
+        Ok(Self {
+            root,
+            first_part,
+            first_sequence,
+            images,
+            progress: BaseProgress {
+                total,
+                ..BaseProgress::default()
+            },
+            ended: None,
+        })
+    }
+
+    /// Copies some chunks. `known`: the chunks that the archive has. Returns whether all are
+    /// copied.
+    ///
+    /// # Errors
+    /// [`ErrorKind::Unavailable`]: the same chunks are copied by the next call.
+    pub(crate) fn step(&mut self, archive: &Archive, known: &mut HashSet<String>) -> Result<bool> {
+        let unfinished = |copy: &&mut ImageCopy| copy.next().is_some();
+        let Some(copy) = self.images.iter_mut().find(unfinished) else {
+            return Ok(true);
+        };
+        // Found in this step: hash and compressed bytes, and its place.
+        let (mut found, mut new, mut passed, mut sent) = (Vec::new(), Vec::new(), 0, 0);
+        while let Some(offset) = copy.at(found.len())
+            && new.len() < AT_ONCE
+            // A long hole takes many steps, so that the log is not forgotten meanwhile.
+            && found.len() < 64 * AT_ONCE
+        {
+            let bytes = copy.reader.read(offset, CHUNK_BYTES)?;
+            passed += CHUNK_BYTES.min(copy.image.bytes - offset);
+            let data = bytes.filter(|bytes| bytes.iter().any(|&byte| byte != 0));
+            let hash = data.as_deref().map(object::hash);
+            if let (Some(data), Some(hash)) = (&data, &hash)
+                && !known.contains(hash)
+                && !new.iter().any(|(other, _)| other == hash)
+            {
+                sent += data.len() as u64;
+                new.push((hash.clone(), Bytes::from(object::pack(data)?)));
+            }
+            found.push(hash);
+        }
+        let puts = new.iter().map(|(hash, bytes)| async {
+            let name = layout::chunk(hash);
+            archive.put(&name, bytes).await
+        });
+        archive.block_on(archive.in_order(puts, |()| Ok(true)))?;
+        known.extend(new.into_iter().map(|(hash, _)| hash));
+        copy.chunks.extend(found);
+        self.progress.passed += passed;
+        self.progress.sent += sent;
+        Ok(self.images.iter().all(|copy| copy.next().is_none()))
+    }
+
+    /// The images for the manifest.
+    pub(crate) fn images(&self) -> Vec<BaseImage> {
+        let images = self.images.iter().map(|copy| BaseImage {
+            disk_id: copy.image.disk_id,
+            name: image_name(&copy.image),
+            bytes: copy.image.bytes,
+            chunks: copy.chunks.clone(),
+        });
+        images.collect()
+    }
+}
+
+impl ImageCopy {
+    /// The offset of the next chunk.
+    fn next(&self) -> Option<u64> {
+        self.at(0)
+    }
+
+    /// The offset of the chunk after `more` others.
+    fn at(&self, more: usize) -> Option<u64> {
+        let offset = (self.chunks.len() + more) as u64 * CHUNK_BYTES;
+        (offset < self.image.bytes).then_some(offset)
+    }
+}
+
+/// Refuses images that lack bytes.
+pub(crate) fn refuse_spilled(root: &LogRoot) -> Result<()> {
+    match root.images().iter().find(|image| image.spilled) {
+        None => Ok(()),
+        Some(image) => Err(Error::new(
+            ErrorKind::Local,
+            format!(
+                "{}: the image fails, and what it lacks is in a file beside the log; it can be archived once that \
+                 was copied back",
+                image.path.display()
+            ),
+        )),
+    }
+}
+
+fn image_name(image: &RootImage) -> String {
+    let name = image.path.file_name().unwrap_or_default();
+    name.to_string_lossy().into_owned()
+}

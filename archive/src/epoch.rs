@@ -1,0 +1,88 @@
+//! One writer: epochs.
+//!
+//! A writer claims the next epoch by creating its object, which must not exist. The claim names the
+//! part after which the epoch's own parts follow. Whatever an earlier writer still adds to its own
+//! epoch behind that part, nobody reads.
+
+use bytes::Bytes;
+use serde::{Deserialize, Serialize};
+
+use crate::error::{Error, ErrorKind, Result};
+use crate::layout::{self, Place};
+use crate::remote::{Archive, Created};
+
+/// The claim of an epoch.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub(crate) struct Claim {
+    pub epoch: u64,
+    /// A random number of the writer.
+    pub writer: String,
+    /// Machine and process of the writer, for people.
+    pub owner: String,
+    /// The last part before this epoch's own; none: the epoch begins with a base of its own.
+    pub after: Option<Place>,
+    /// When it was claimed, by the writer's clock.
+    pub made_us: u64,
+}
+
+impl Claim {
+    pub(crate) fn of(bytes: &[u8], name: &str) -> Result<Self> {
+        serde_json::from_slice(bytes).map_err(|error| Error::damaged(name, error))
+    }
+}
+
+/// Claims an epoch.
+///
+/// # Errors
+/// [`ErrorKind::Fenced`] if somebody else has claimed it.
+pub(crate) async fn claim(archive: &Archive, claim: &Claim) -> Result<()> {
+    let text = serde_json::to_vec_pretty(claim);
+    let text = text.map_err(|error| Error::new(ErrorKind::InvalidInput, error.to_string()))?;
+    let name = layout::epoch(claim.epoch);
+    match archive.create(&name, &Bytes::from(text)).await? {
+        Created::Done => Ok(()),
+        Created::Taken(found) => Err(lost(archive, &Claim::of(&found, &name)?)),
+    }
+}
+
+/// Refuses to go on if a later epoch than this one was claimed.
+///
+/// # Errors
+/// [`ErrorKind::Fenced`], with who has it.
+pub(crate) async fn refuse_later(archive: &Archive, epoch: u64) -> Result<()> {
+    let name = layout::epoch(epoch + 1);
+    match archive.get(&name).await? {
+        None => Ok(()),
+        Some(found) => Err(lost(archive, &Claim::of(&found, &name)?)),
+    }
+}
+
+fn lost(archive: &Archive, claim: &Claim) -> Error {
+    Error::new(
+        ErrorKind::Fenced,
+        format!(
+            "{}: {} writes this archive now (epoch {}); stop that one first, or give this log an archive of its own",
+            archive.shown(),
+            claim.owner,
+            claim.epoch
+        ),
+    )
+}
+
+/// Refuses a store that creates an object twice: two writers would overwrite each other's parts.
+///
+/// # Errors
+/// [`ErrorKind::InvalidInput`].
+pub(crate) async fn probe(archive: &Archive, random: &str) -> Result<()> {
+    if !archive.fencing || archive.refuses_second(&format!("probes/{random}")).await? {
+        return Ok(());
+    }
+    Err(Error::new(
+        ErrorKind::InvalidInput,
+        format!(
+            "{}: the store ignores conditions (If-None-Match), so it can't keep a second writer out; use another \
+             store, or make sure yourself that only one log has this archive, and add ?fencing=off to its address",
+            archive.shown()
+        ),
+    ))
+}

@@ -1,0 +1,33 @@
+#![doc = include_str!("../README.md")]
+//!
+//! # Where things are
+//!
+//! ```text
+//!   Uploader ── log pieces, roots, chunks of images ──▶ Remote ──▶ an object store
+//!   restore, verify, Survey  ◀── parts, manifests, chunks ──┘
+//! ```
+//! `remote` speaks with the store, `object` and `layout` are the format (see `FORMAT.md`), `epoch`
+//! keeps it to one writer, `uploader` and `base` fill it, `line` finds a way through it, `restore`
+//! brings a log back.
+
+mod base;
+mod epoch;
+mod error;
+mod layout;
+mod line;
+mod object;
+mod remote;
+mod restore;
+mod survey;
+#[cfg(test)]
+mod tests;
+mod uploader;
+mod url;
+
+pub use base::BaseProgress;
+pub use error::{Error, ErrorKind, Result};
+pub use remote::{Archive, Traffic};
+pub use restore::{Restored, RestoredDisk, restore, verify};
+pub use survey::{ArchiveBase, ArchiveEnd, Survey, survey};
+pub use uploader::{Tick, UploadOptions, Uploader};
+pub use url::ArchiveUrl;

@@ -1,0 +1,469 @@
+//! Speaking with the object store: names and bytes, one request at a time or several at once.
+//!
+//! A store's answer may be lost, or not be true: a request that "failed" may have been carried out.
+//! So what matters is written under a name that must not exist (If-None-Match), and an unclear
+//! answer is settled by reading what is there.
+
+use std::future::Future;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::Duration;
+
+use bytes::Bytes;
+use futures_util::{StreamExt, TryStreamExt, stream};
+use object_store::aws::AmazonS3Builder;
+use object_store::local::LocalFileSystem;
+use object_store::path::Path as Key;
+use object_store::{
+    BackoffConfig, ClientOptions, ObjectStore, ObjectStoreExt, PutMode, PutOptions, PutPayload,
+    RetryConfig,
+};
+use tokio::runtime::Runtime;
+
+use crate::error::{Error, ErrorKind, Result};
+use crate::url::{ArchiveUrl, StorePlace};
+
+/// How long a request may take. An answer that comes later counts as lost.
+const REQUEST: Duration = Duration::from_secs(60);
+const CONNECT: Duration = Duration::from_secs(10);
+/// How often a request is tried before it counts as failed; whoever needs it then tries again.
+const TRIES: usize = 3;
+/// How long to wait before an unclear request is tried again.
+const PAUSE: Duration = Duration::from_millis(if cfg!(test) { 1 } else { 200 });
+/// Requests under way at a time.
+pub(crate) const AT_ONCE: usize = 8;
+
+/// An archive's objects, in an object store.
+pub struct Archive {
+    store: Arc<dyn ObjectStore>,
+    prefix: String,
+    shown: String,
+    pub(crate) fencing: bool,
+    runtime: Runtime,
+    counters: Counters,
+}
+
+#[derive(Default)]
+struct Counters {
+    reads: AtomicU64,
+    writes: AtomicU64,
+    lists: AtomicU64,
+    sent: AtomicU64,
+    received: AtomicU64,
+}
+
+/// Requests to the store and their bytes, since the archive was opened. Requests that the store's
+/// client repeats count once.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Traffic {
+    /// Requests that read an object.
+    pub reads: u64,
+    /// Requests that write or remove one.
+    pub writes: u64,
+    /// Requests that list names; long lists take several and count once.
+    pub lists: u64,
+    /// Bytes of objects that were sent.
+    pub sent_bytes: u64,
+    /// Bytes of objects that were received.
+    pub received_bytes: u64,
+}
+
+/// What came of creating an object.
+#[derive(Debug, PartialEq, Eq)]
+pub(crate) enum Created {
+    /// It is there, with these bytes, whoever has put it there.
+    Done,
+    /// It is there, with other bytes.
+    Taken(Bytes),
+}
+
+impl Archive {
+    /// Opens an archive; nothing is sent yet.
+    ///
+    /// # Errors
+    /// [`ErrorKind::InvalidInput`] if the directory does not exist, or something is missing to
+    /// reach the store, such as its keys.
+    pub fn open(url: &ArchiveUrl) -> Result<Self> {
+        let (store, prefix): (Arc<dyn ObjectStore>, String) = match &url.place {
+            StorePlace::Directory(directory) => (directory_store(directory)?, String::new()),
+            StorePlace::S3 { prefix, .. } => (s3_store(url)?, prefix.clone()),
+        };
+        Self::over(store, prefix, url.to_string(), url.fencing)
+    }
+
+    /// An archive in any store. `shown`: its name in errors.
+    pub(crate) fn over(
+        store: Arc<dyn ObjectStore>,
+        prefix: String,
+        shown: String,
+        fencing: bool,
+    ) -> Result<Self> {
+        let runtime = tokio::runtime::Builder::new_current_thread()
+            .enable_all()
+            .build();
+        let runtime = runtime.map_err(|error| {
+            let message = format!("can't start the network's thread: {error}");
+            Error::new(ErrorKind::Local, message)
+        })?;
+        Ok(Self {
+            store,
+            prefix,
+            shown,
+            fencing,
+            runtime,
+            counters: Counters::default(),
+        })
+    }
+
+    /// The archive's address, for messages.
+    pub fn shown(&self) -> &str {
+        &self.shown
+    }
+
+    /// What was sent and received so far.
+    pub fn traffic(&self) -> Traffic {
+        let of = |counter: &AtomicU64| counter.load(Ordering::Relaxed);
+        Traffic {
+            reads: of(&self.counters.reads),
+            writes: of(&self.counters.writes),
+            lists: of(&self.counters.lists),
+            sent_bytes: of(&self.counters.sent),
+            received_bytes: of(&self.counters.received),
+        }
+    }
+
+    fn key(&self, name: &str) -> Key {
+        match self.prefix.as_str() {
+            "" => Key::from(name),
+            prefix => Key::from(format!("{prefix}/{name}")),
+        }
+    }
+
+    /// The error for a request that failed.
+    fn failed(&self, doing: &str, name: &str, error: &object_store::Error) -> Error {
+        let kind = match error {
+            object_store::Error::NotFound { .. } => ErrorKind::NotFound,
+            _ => ErrorKind::Unavailable,
+        };
+        let advice = match error {
+            object_store::Error::PermissionDenied { .. }
+            | object_store::Error::Unauthenticated { .. } => {
+                "; check the keys and what they may do"
+            }
+            _ => "",
+        };
+        let message = one_line(&error.to_string());
+        Error::new(
+            kind,
+            format!("{}: can't {doing} {name}: {message}{advice}", self.shown),
+        )
+    }
+
+    pub(crate) fn block_on<T>(&self, future: impl Future<Output = T>) -> T {
+        self.runtime.block_on(future)
+    }
+
+    /// Reads an object; `None`: there is none.
+    ///
+    /// # Errors
+    /// [`ErrorKind::Unavailable`].
+    pub(crate) async fn get(&self, name: &str) -> Result<Option<Bytes>> {
+        self.counters.reads.fetch_add(1, Ordering::Relaxed);
+        let read = async { self.store.get(&self.key(name)).await?.bytes().await };
+        match read.await {
+            Ok(bytes) => {
+                let len = bytes.len() as u64;
+                self.counters.received.fetch_add(len, Ordering::Relaxed);
+                Ok(Some(bytes))
+            }
+            Err(object_store::Error::NotFound { .. }) => Ok(None),
+            Err(error) => Err(self.failed("read", name, &error)),
+        }
+    }
+
+    /// Reads an object that must be there.
+    pub(crate) async fn need(&self, name: &str) -> Result<Bytes> {
+        let found = self.get(name).await?;
+        found.ok_or_else(|| Error::damaged(name, format!("it is missing in {}", self.shown)))
+    }
+
+    /// Whether there is an object of this name.
+    pub(crate) async fn has(&self, name: &str) -> Result<bool> {
+        self.counters.reads.fetch_add(1, Ordering::Relaxed);
+        match self.store.head(&self.key(name)).await {
+            Ok(_) => Ok(true),
+            Err(object_store::Error::NotFound { .. }) => Ok(false),
+            Err(error) => Err(self.failed("look for", name, &error)),
+        }
+    }
+
+    /// Creates an object that must not exist. If the answer is unclear, what is there tells.
+    ///
+    /// # Errors
+    /// [`ErrorKind::Unavailable`]: the object may be there or come yet.
+    pub(crate) async fn create(&self, name: &str, bytes: &Bytes) -> Result<Created> {
+        let mut last = None;
+        for _ in 0..TRIES {
+            if !self.fencing
+                && let Some(found) = self.get(name).await?
+            {
+                return Ok(settled(found, bytes));
+            }
+            let mode = match self.fencing {
+                true => PutMode::Create,
+                false => PutMode::Overwrite,
+            };
+            let unclear = match self.put_as(name, bytes, mode).await {
+                Ok(()) => return Ok(Created::Done),
+                Err(error) => error,
+            };
+            // It may be this very request that has created it, or an earlier one of ours.
+            if let Some(found) = self.get(name).await? {
+                return Ok(settled(found, bytes));
+            }
+            last = Some(unclear);
+            tokio::time::sleep(PAUSE).await;
+        }
+        let unclear = last.map(|error| self.failed("create", name, &error));
+        Err(unclear.unwrap_or_else(|| Error::damaged(name, "never tried")))
+    }
+
+    /// Writes an object that has these bytes whoever writes it.
+    pub(crate) async fn put(&self, name: &str, bytes: &Bytes) -> Result<()> {
+        let put = self.put_as(name, bytes, PutMode::Overwrite).await;
+        put.map_err(|error| self.failed("write", name, &error))
+    }
+
+    async fn put_as(
+        &self,
+        name: &str,
+        bytes: &Bytes,
+        mode: PutMode,
+    ) -> std::result::Result<(), object_store::Error> {
+        self.counters.writes.fetch_add(1, Ordering::Relaxed);
+        let len = bytes.len() as u64;
+        self.counters.sent.fetch_add(len, Ordering::Relaxed);
+        let options = PutOptions {
+            mode,
+            ..PutOptions::default()
+        };
+        let payload = PutPayload::from_bytes(bytes.clone());
+        let key = self.key(name);
+        self.store.put_opts(&key, payload, options).await.map(drop)
+    }
+
+    /// Whether the store refuses to create an object twice.
+    ///
+    /// # Errors
+    /// [`ErrorKind::Unavailable`].
+    pub(crate) async fn refuses_second(&self, name: &str) -> Result<bool> {
+        let (one, other) = (Bytes::from_static(b"1"), Bytes::from_static(b"2"));
+        let mut first = self.put_as(name, &one, PutMode::Create).await;
+        if first.is_err() {
+            // Its answer may have been lost.
+            first = match self.get(name).await? {
+                Some(found) if found == one => Ok(()),
+                _ => first,
+            };
+        }
+        first.map_err(|error| self.failed("create", name, &error))?;
+        let second = self.put_as(name, &other, PutMode::Create).await;
+        // An answer may be lost, and a proxy may make up another: the bytes tell.
+        let kept = self.get(name).await?.is_some_and(|found| found == one);
+        let _ = self.remove(name).await;
+        match second {
+            Ok(()) => Ok(false),
+            Err(
+                object_store::Error::AlreadyExists { .. }
+                | object_store::Error::Precondition { .. },
+            ) => Ok(kept),
+            Err(error) => Err(self.failed("create", name, &error)),
+        }
+    }
+
+    pub(crate) async fn remove(&self, name: &str) -> Result<()> {
+        self.counters.writes.fetch_add(1, Ordering::Relaxed);
+        match self.store.delete(&self.key(name)).await {
+            Ok(()) | Err(object_store::Error::NotFound { .. }) => Ok(()),
+            Err(error) => Err(self.failed("remove", name, &error)),
+        }
+    }
+
+    /// The objects in a folder, by name, with their sizes.
+    pub(crate) async fn list(&self, folder: &str) -> Result<Vec<(String, u64)>> {
+        self.counters.lists.fetch_add(1, Ordering::Relaxed);
+        let folder_key = self.key(folder);
+        let listed = self.store.list(Some(&folder_key)).map_ok(|found| {
+            let name = found.location.to_string();
+            (name, found.size)
+        });
+        let listed: std::result::Result<Vec<_>, _> = listed.try_collect().await;
+        let mut listed = match listed {
+            Err(object_store::Error::NotFound { .. }) => Vec::new(),
+            listed => listed.map_err(|error| self.failed("list", folder, &error))?,
+        };
+        let before = match self.prefix.as_str() {
+            "" => 0,
+            prefix => prefix.len() + 1,
+        };
+        for (name, _) in &mut listed {
+            *name = name.split_off(before.min(name.len()));
+        }
+        listed.sort();
+        Ok(listed)
+    }
+
+    /// Carries out several requests at once. `each` gets the results in order.
+    pub(crate) async fn in_order<T, F: Future<Output = Result<T>>>(
+        &self,
+        requests: impl Iterator<Item = F>,
+        mut each: impl FnMut(T) -> Result<bool>,
+    ) -> Result<()> {
+        let mut answers = stream::iter(requests).buffered(AT_ONCE);
+        while let Some(answer) = answers.next().await {
+            if !each(answer?)? {
+                break;
+            }
+        }
+        Ok(())
+    }
+}
+
+/// An object is there already: is it the one that should be?
+fn settled(found: Bytes, wanted: &Bytes) -> Created {
+    if found == wanted {
+        Created::Done
+    } else {
+        Created::Taken(found)
+    }
+}
+
+fn one_line(text: &str) -> String {
+    text.split_whitespace().collect::<Vec<_>>().join(" ")
+}
+
+fn directory_store(directory: &Path) -> Result<Arc<dyn ObjectStore>> {
+    let missing = |why: String| {
+        let directory = directory.display();
+        let message =
+            format!("{directory}: {why}; make the archive's directory: mkdir -p {directory}");
+        Error::new(ErrorKind::InvalidInput, message)
+    };
+    if !directory.is_dir() {
+        return Err(missing("not a directory".to_owned()));
+    }
+    let store = LocalFileSystem::new_with_prefix(directory);
+    let store = store.map_err(|error| missing(one_line(&error.to_string())))?;
+    Ok(Arc::new(store.with_fsync(true)))
+}
+
+fn s3_store(url: &ArchiveUrl) -> Result<Arc<dyn ObjectStore>> {
+    let StorePlace::S3 {
+        bucket,
+        endpoint,
+        region,
+        virtual_host,
+        ..
+    } = &url.place
+    else {
+        unreachable!("the caller has looked")
+    };
+    // Another part of the program may have set it already.
+    let _ = rustls::crypto::ring::default_provider().install_default();
+    let mut builder = AmazonS3Builder::from_env()
+        .with_bucket_name(bucket)
+        .with_virtual_hosted_style_request(*virtual_host)
+        .with_retry(RetryConfig {
+            backoff: BackoffConfig::default(),
+            max_retries: TRIES,
+            retry_timeout: REQUEST,
+        });
+    let mut options = ClientOptions::new()
+        .with_timeout(REQUEST)
+        .with_connect_timeout(CONNECT);
+    if let Some(endpoint) = endpoint {
+        builder = builder.with_endpoint(endpoint);
+        options = options.with_allow_http(endpoint.starts_with("http://"));
+    }
+    if let Some(region) = region {
+        builder = builder.with_region(region);
+    }
+    if std::env::var_os("AWS_ACCESS_KEY_ID").is_none()
+        && let Some(keys) = keys_of_profile()
+    {
+        builder = builder
+            .with_access_key_id(keys.id)
+            .with_secret_access_key(keys.secret);
+        if let Some(token) = keys.token {
+            builder = builder.with_token(token);
+        }
+    }
+    let store = builder.with_client_options(options).build();
+    let store = store.map_err(|error| {
+        let message = format!("{url}: {}", one_line(&error.to_string()));
+        Error::new(ErrorKind::InvalidInput, message)
+    })?;
+    Ok(Arc::new(store))
+}
+
+/// Keys of the file that the AWS command line keeps.
+struct Keys {
+    id: String,
+    secret: String,
+    token: Option<String>,
+}
+
+fn keys_of_profile() -> Option<Keys> {
+    let file = std::env::var_os("AWS_SHARED_CREDENTIALS_FILE").map(PathBuf::from);
+    let home = || Some(PathBuf::from(std::env::var_os("HOME")?).join(".aws/credentials"));
+    let text = std::fs::read_to_string(file.or_else(home)?).ok()?;
+    let profile = std::env::var("AWS_PROFILE").unwrap_or_else(|_| "default".to_owned());
+    keys_in(&text, &profile)
+}
+
+fn keys_in(text: &str, profile: &str) -> Option<Keys> {
+    let (mut id, mut secret, mut token) = (None, None, None);
+    let mut inside = false;
+    for line in text.lines().map(str::trim) {
+        if let Some(name) = line
+            .strip_prefix('[')
+            .and_then(|line| line.strip_suffix(']'))
+        {
+            inside = name.trim() == profile;
+        } else if inside && let Some((key, value)) = line.split_once('=') {
+            let value = Some(value.trim().to_owned());
+            match key.trim() {
+                "aws_access_key_id" => id = value,
+                "aws_secret_access_key" => secret = value,
+                "aws_session_token" => token = value,
+                _ => {}
+            }
+        }
+    }
+    Some(Keys {
+        id: id?,
+        secret: secret?,
+        token,
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn keys_are_those_of_the_profile() {
+        let file = "[default]\naws_access_key_id = a\naws_secret_access_key=b\n\n[other]\n\
+                    aws_access_key_id=c\naws_secret_access_key = d=e\naws_session_token=f\n";
+        let keys = keys_in(file, "default").unwrap();
+        assert_eq!(
+            (keys.id.as_str(), keys.secret.as_str(), keys.token),
+            ("a", "b", None)
+        );
+        let keys = keys_in(file, "other").unwrap();
+        assert_eq!((keys.id.as_str(), keys.secret.as_str()), ("c", "d=e"));
+        assert_eq!(keys.token.as_deref(), Some("f"));
+        assert!(keys_in(file, "third").is_none());
+    }
+}

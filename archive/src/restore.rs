@@ -1,0 +1,544 @@
+//! Bringing a log back from an archive: all its disks, as of any point.
+//!
+//! The base images are put together from chunks, and the segments from pieces, byte for byte. Then
+//! the control file is written as it would be if the log's owner had been killed during a
+//! checkpoint; opening the log recovers the disks, as after any other kill.
+
+use std::collections::HashMap;
+use std::fs::{self, File};
+use std::os::unix::fs::FileExt;
+use std::path::{Path, PathBuf};
+
+use serde::{Deserialize, Serialize};
+use walvisor_storage::{
+    Commit, LogParts, LogRoot, PieceChecker, Point, assemble_log, cut_piece, rewind_disk,
+    write_segment,
+};
+
+use crate::error::{Error, ErrorKind, Result};
+use crate::layout::{self, Place};
+use crate::line::{Catalog, Line, read_base, read_part};
+use crate::object::{self, BaseHeader, BaseImage, PartHeader};
+use crate::remote::Archive;
+
+/// The note of a restore that has not ended, in its directory.
+const NOTE: &str = "walvisor-restore.json";
+/// A restore notes how far it is after so many chunks.
+const NOTED_CHUNKS: usize = 64;
+
+/// A log that was restored, or could be.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Restored {
+    /// The state that the disks have.
+    pub commit: Commit,
+    /// The log's directory.
+    pub log_dir: PathBuf,
+    /// The disks.
+    pub disks: Vec<RestoredDisk>,
+    /// Bytes of log since the base images.
+    pub log_bytes: u64,
+    /// Chunks that were fetched.
+    pub chunks: u64,
+}
+
+/// A disk of a log that was restored.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct RestoredDisk {
+    /// The base image. The newest bytes are in the log.
+    pub path: PathBuf,
+    /// Size in bytes.
+    pub bytes: u64,
+}
+
+/// What is called with the bytes done and the bytes in all, of the images and the log.
+pub type Progress<'a> = &'a mut dyn FnMut(u64, u64);
+
+/// Gets a piece of the log: the sequence of its segment, its byte offset there, its bytes.
+type TakePiece<'a> = &'a mut dyn FnMut(u64, u64, &[u8]) -> Result<()>;
+
+/// How to reach a point.
+struct Plan {
+    line: Line,
+    base: BaseHeader,
+    root: LogRoot,
+    at: Point,
+}
+
+/// How far a restore is that was ended before its end.
+#[derive(Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+struct Note {
+    archive: String,
+    base: Option<Place>,
+    /// For each image, the chunks that are there.
+    chunks: Vec<usize>,
+}
+
+/// Restores all disks of the archived log, and the log, to a new directory: as of `at`, and with
+/// the history since the base images. A restore that was killed is continued by another call with
+/// the same arguments: it fetches the log anew, but no chunk of an image twice.
+///
+/// # Errors
+/// [`ErrorKind::NotFound`] if there is no archive, or no way to this point; the error says what can
+/// be reached. [`ErrorKind::Damaged`] if an object is missing or wrong. [`ErrorKind::InvalidInput`]
+/// if something else is in the directory.
+pub fn restore(
+    archive: &Archive,
+    dir: &Path,
+    at: Point,
+    progress: Progress<'_>,
+) -> Result<Restored> {
+    let plan = archive.block_on(Plan::find(archive, at))?;
+    let mut note = begin(archive, dir, &plan)?;
+    let images = image_paths(dir, &plan.base.images);
+    let log_dir = log_dir_of(dir, &images);
+    let total: u64 = plan.base.images.iter().map(|image| image.bytes).sum();
+    let (mut passed, mut chunks) = (0, 0);
+    for (i, (image, path)) in plan.base.images.iter().zip(&images).enumerate() {
+        let file = new_file(path, image.bytes)?;
+        let done = note.chunks[i];
+        passed += (done as u64 * plan.base.chunk_bytes).min(image.bytes);
+        progress(passed, total);
+        let wanted = image.chunks.iter().enumerate().skip(done);
+        let fetch =
+            wanted.map(|(number, hash)| fetch_chunk(archive, &plan.base, image, number, hash));
+        let write = |(number, bytes): (usize, Option<Vec<u8>>)| {
+            if let Some(bytes) = bytes {
+                let offset = number as u64 * plan.base.chunk_bytes;
+                let written = file.write_all_at(&bytes, offset);
+                written.map_err(|error| Error::local("write", path, error))?;
+                chunks += 1;
+            }
+            passed += plan
+                .base
+                .chunk_bytes
+                .min(image.bytes - number as u64 * plan.base.chunk_bytes);
+            progress(passed, total);
+            if (number + 1) % NOTED_CHUNKS == 0 {
+                let synced = file.sync_data();
+                synced.map_err(|error| Error::local("sync", path, error))?;
+                note.chunks[i] = number + 1;
+                note.write(dir)?;
+            }
+            Ok(true)
+        };
+        archive.block_on(archive.in_order(fetch, write))?;
+        let synced = file.sync_data();
+        synced.map_err(|error| Error::local("sync", path, error))?;
+        note.chunks[i] = image.chunks.len();
+        note.write(dir)?;
+    }
+    let segment_size = plan.root.segment_size();
+    clear_log(&log_dir)?;
+    let mut slots: HashMap<u64, u32> = HashMap::new();
+    let log = plan.read_log(archive, &mut |sequence, offset, bytes| {
+        let new = slots.len() as u32;
+        let slot = *slots.entry(sequence).or_insert(new);
+        Ok(write_segment(&log_dir, slot, segment_size, offset, bytes)?)
+    })?;
+    let ids = plan.base.images.iter().map(|image| image.disk_id);
+    let copies: Vec<(u32, PathBuf)> = ids.zip(images.iter().cloned()).collect();
+    assemble_log(
+        &log_dir,
+        &LogParts {
+            roots: &log.roots,
+            images_lsn: plan.base.images_lsn,
+            first_sequence: plan.base.first_sequence,
+            segments: slots.len() as u32,
+            last: log.last,
+            until: log.until.0,
+            until_us: log.until.1,
+            images: &copies,
+        },
+    )?;
+    // A batch comes as a whole; the point may be inside.
+    if let Point::Lsn(lsn) = log.at
+        && lsn < log.last.lsn
+    {
+        for path in &images {
+            rewind_disk(path, &log_dir, Point::Lsn(lsn))?;
+        }
+    }
+    let note = dir.join(NOTE);
+    let removed = fs::remove_file(&note);
+    removed.map_err(|error| Error::local("remove", &note, error))?;
+    progress(total, total);
+    Ok(plan.done(&log, log_dir, images, chunks))
+}
+
+/// Fetches everything that a restore as of `at` fetches, and checks all of it: each chunk, each
+/// part, each record. Writes nothing.
+///
+/// # Errors
+/// As [`restore`].
+pub fn verify(archive: &Archive, at: Point, progress: Progress<'_>) -> Result<Restored> {
+    let plan = archive.block_on(Plan::find(archive, at))?;
+    let total: u64 = plan.base.images.iter().map(|image| image.bytes).sum();
+    let (mut passed, mut chunks) = (0, 0);
+    for image in &plan.base.images {
+        let numbered = image.chunks.iter().enumerate();
+        let fetch =
+            numbered.map(|(number, hash)| fetch_chunk(archive, &plan.base, image, number, hash));
+        let check = |(_, bytes): (usize, Option<Vec<u8>>)| {
+            chunks += u64::from(bytes.is_some());
+            passed = (passed + plan.base.chunk_bytes).min(total);
+            progress(passed, total);
+            Ok(true)
+        };
+        archive.block_on(archive.in_order(fetch, check))?;
+    }
+    let log = plan.read_log(archive, &mut |_, _, _| Ok(()))?;
+    let images = image_paths(Path::new(""), &plan.base.images);
+    let log_dir = log_dir_of(Path::new(""), &images);
+    progress(total, total);
+    Ok(plan.done(&log, log_dir, images, chunks))
+}
+
+/// The part of the log that was read.
+struct ReadLog {
+    roots: Vec<LogRoot>,
+    last: Commit,
+    /// The point, with a snapshot's LSN instead of its name.
+    at: Point,
+    /// No restore in place after this LSN and this time counts.
+    until: (u64, u64),
+    bytes: u64,
+}
+
+impl Plan {
+    /// Finds the newest base images from which a point can be reached.
+    async fn find(archive: &Archive, at: Point) -> Result<Self> {
+        let catalog = Catalog::read(archive).await?;
+        let mut reachable = Vec::new();
+        for line in catalog.lines() {
+            let at = resolve(archive, &line, at).await?;
+            let Some(end) = line.end() else { continue };
+            let (newest, _) = read_part(archive, end).await?;
+            let mut oldest = None;
+            for &place in catalog.bases.iter().rev() {
+                let (base, root) = read_base(archive, place).await?;
+                if !line.has(base.first_part) || !line.has(base.exact_part) {
+                    continue;
+                }
+                let root = LogRoot::decode(&root)?;
+                oldest = Some(base.exact);
+                let Some(at) = at else { continue };
+                let place =
+                    |moment: object::Moment| at.compare(moment.lsn, moment.cid, moment.unix_us);
+                let beyond = match at {
+                    // What is not written yet has no number.
+                    Point::Lsn(_) | Point::Cid(_) => place(newest.last).is_lt(),
+                    _ => false,
+                };
+                if !place(base.exact).is_gt() && !beyond {
+                    return Ok(Self {
+                        line,
+                        base,
+                        root,
+                        at,
+                    });
+                }
+            }
+            if let Some(oldest) = oldest {
+                reachable.push((oldest, newest.last));
+            }
+        }
+        let spans: Vec<_> = reachable
+            .iter()
+            .map(|(from, to)| {
+                let (from, to): (Commit, Commit) = ((*from).into(), (*to).into());
+                format!("from {from} to {to}")
+            })
+            .collect();
+        let reach = match &spans[..] {
+            [] => {
+                "its first copy of the images is not complete yet; let 'walvisor archive push' end"
+                    .to_owned()
+            }
+            spans => format!("it reaches {}", spans.join(", and ")),
+        };
+        Err(Error::new(
+            ErrorKind::NotFound,
+            format!(
+                "{}: nothing in the archive leads to {at}; {reach}",
+                archive.shown()
+            ),
+        ))
+    }
+
+    /// Reads the log from the base images to the point, checks it, and hands its pieces
+    /// to `each`.
+    fn read_log(&self, archive: &Archive, each: TakePiece<'_>) -> Result<ReadLog> {
+        let mut log = ReadLog {
+            roots: vec![self.root.clone()],
+            last: self.root.checkpoint(),
+            at: self.at,
+            until: match self.at {
+                Point::Lsn(lsn) => (lsn, u64::MAX),
+                Point::Time(unix_us) => (u64::MAX, unix_us),
+                _ => (u64::MAX, u64::MAX),
+            },
+            bytes: 0,
+        };
+        let (mut checker, mut ended) = (PieceChecker::new(&self.root), false);
+        let mut take = |(header, body): (PartHeader, Vec<u8>)| {
+            let name = layout::part(header.at);
+            let (root, mut rest) = body.split_at(header.root_len as usize);
+            if !root.is_empty() {
+                let root = LogRoot::decode(root)?;
+                if let Some(why) = root.why_other_images(&self.root) {
+                    return Err(Error::damaged(
+                        &name,
+                        format!("it needs other images: {why}"),
+                    ));
+                }
+                log.roots.push(root);
+            }
+            if ended {
+                // This part was only read for its root, which may know of a restore in place that
+                // the one before did not know yet.
+                return Ok(false);
+            }
+            for piece in &header.pieces {
+                let (bytes, behind) = rest.split_at(piece.len as usize);
+                rest = behind;
+                if piece.sequence < self.base.first_sequence {
+                    continue;
+                }
+                let checked = checker.check(piece.sequence, piece.offset, bytes);
+                checked.map_err(|error| Error::damaged(&name, error))?;
+                let cut = cut_piece(&self.root, piece.offset, bytes, self.at);
+                let cut = cut.map_err(|error| Error::damaged(&name, error))?;
+                let Some((len, last)) = cut else {
+                    ended = true;
+                    break;
+                };
+                each(piece.sequence, piece.offset, &bytes[..len])?;
+                log.bytes += len as u64;
+                log.last = last;
+                if len < bytes.len() {
+                    ended = true;
+                    break;
+                }
+            }
+            Ok(true)
+        };
+        let parts = self.line.from(self.base.first_part);
+        let read = parts.map(|at| read_part(archive, at));
+        archive.block_on(archive.in_order(read, &mut take))?;
+        if let Point::Cid(_) = self.at {
+            log.until.0 = log.last.lsn;
+        }
+        if log.last.lsn < self.base.exact.lsn {
+            let name = layout::part(self.base.exact_part);
+            return Err(Error::damaged(
+                &name,
+                "the log ends before the images were copied",
+            ));
+        }
+        Ok(log)
+    }
+
+    fn done(&self, log: &ReadLog, log_dir: PathBuf, images: Vec<PathBuf>, chunks: u64) -> Restored {
+        let disks = images.into_iter().zip(&self.base.images);
+        let lsn = match log.at {
+            Point::Lsn(lsn) => lsn.min(log.last.lsn),
+            _ => log.last.lsn,
+        };
+        Restored {
+            commit: Commit { lsn, ..log.last },
+            log_dir,
+            disks: disks
+                .map(|(path, image)| RestoredDisk {
+                    path,
+                    bytes: image.bytes,
+                })
+                .collect(),
+            log_bytes: log.bytes,
+            chunks,
+        }
+    }
+}
+
+/// The point with the LSN of a snapshot instead of its name; `None`: the line has no such
+/// snapshot.
+async fn resolve(archive: &Archive, line: &Line, at: Point) -> Result<Option<Point>> {
+    let Point::Snapshot(name) = at else {
+        return Ok(Some(at));
+    };
+    let Some(end) = line.end() else {
+        return Ok(None);
+    };
+    let (header, _) = read_part(archive, end).await?;
+    let (header, body) = read_part(archive, header.root_at).await?;
+    let root = LogRoot::decode(&body[..header.root_len as usize])?;
+    let snapshots = root.snapshots();
+    let found = snapshots.iter().find(|snapshot| snapshot.name == name);
+    Ok(found.map(|snapshot| Point::Lsn(snapshot.lsn)))
+}
+
+async fn fetch_chunk(
+    archive: &Archive,
+    base: &BaseHeader,
+    image: &BaseImage,
+    number: usize,
+    hash: &Option<String>,
+) -> Result<(usize, Option<Vec<u8>>)> {
+    let Some(hash) = hash else {
+        return Ok((number, None));
+    };
+    if hash.len() != 64 || !hash.bytes().all(|byte| byte.is_ascii_hexdigit()) {
+        return Err(Error::damaged(
+            &layout::base(base.at),
+            "it has a name of a chunk that is none",
+        ));
+    }
+    let name = layout::chunk(hash);
+    let packed = archive.need(&name).await?;
+    let offset = number as u64 * base.chunk_bytes;
+    let len = image.bytes.saturating_sub(offset).min(base.chunk_bytes);
+    let bytes = object::unpack(&packed, len as usize);
+    let right = bytes.filter(|bytes| bytes.len() as u64 == len && object::hash(bytes) == *hash);
+    match right {
+        Some(bytes) => Ok((number, Some(bytes))),
+        None => Err(Error::damaged(
+            &name,
+            "its bytes are not those that were sent",
+        )),
+    }
+}
+
+/// Makes the directory, or finds what an earlier restore has left in it.
+fn begin(archive: &Archive, dir: &Path, plan: &Plan) -> Result<Note> {
+    let made = fs::create_dir_all(dir);
+    made.map_err(|error| Error::local("make the directory", dir, error))?;
+    let fresh = Note {
+        archive: archive.shown().to_owned(),
+        base: Some(plan.base.at),
+        chunks: vec![0; plan.base.images.len()],
+    };
+    let path = dir.join(NOTE);
+    let noted = fs::read(&path).ok();
+    let noted: Option<Note> = noted.and_then(|text| serde_json::from_slice(&text).ok());
+    match noted {
+        Some(note)
+            if (&note.archive, note.base) == (&fresh.archive, fresh.base)
+                && note.chunks.len() == fresh.chunks.len() =>
+        {
+            return Ok(note);
+        }
+        Some(_) => {}
+        None => {
+            let mut entries = fs::read_dir(dir)
+                .map_err(|error| Error::local("read the directory", dir, error))?;
+            if entries.next().is_some() {
+                return Err(Error::new(
+                    ErrorKind::InvalidInput,
+                    format!(
+                        "{}: the directory is not empty; name one that does not exist yet",
+                        dir.display()
+                    ),
+                ));
+            }
+        }
+    }
+    fresh.write(dir)?;
+    Ok(fresh)
+}
+
+impl Note {
+    fn write(&self, dir: &Path) -> Result<()> {
+        let path = dir.join(NOTE);
+        let unfinished = dir.join(format!("{NOTE}.new"));
+        let write = || {
+            let file = File::create(&unfinished)?;
+            serde_json::to_writer(&file, self)?;
+            file.sync_all()?;
+            fs::rename(&unfinished, &path)?;
+            File::open(dir)?.sync_all()
+        };
+        write().map_err(|error| Error::local("write", &path, error))
+    }
+}
+
+/// Where the images go: the names they had, made different where two are the same.
+fn image_paths(dir: &Path, images: &[BaseImage]) -> Vec<PathBuf> {
+    let mut taken: Vec<String> = vec![NOTE.to_owned()];
+    let paths = images.iter().map(|image| {
+        // A name from the store must not lead out of the directory.
+        let plain = Path::new(&image.name).file_name();
+        let plain = plain.map_or("disk".into(), |name| name.to_string_lossy().into_owned());
+        let mut name = plain.clone();
+        let mut number = image.disk_id;
+        while taken
+            .iter()
+            .any(|other| *other == name || *other == format!("{name}.wal"))
+        {
+            name = format!("{number}-{plain}");
+            number += 1;
+        }
+        taken.extend([name.clone(), format!("{name}.wal")]);
+        dir.join(name)
+    });
+    paths.collect()
+}
+
+/// The log of one disk is where it is looked for; that of several is not one's more than another's.
+fn log_dir_of(dir: &Path, images: &[PathBuf]) -> PathBuf {
+    match images {
+        [only] => walvisor_storage::default_log_dir(only),
+        _ => dir.join("log"),
+    }
+}
+
+/// Makes the log's directory, without what an earlier attempt has left.
+fn clear_log(log_dir: &Path) -> Result<()> {
+    let clear = || match fs::remove_dir_all(log_dir) {
+        Err(error) if error.kind() != std::io::ErrorKind::NotFound => Err(error),
+        _ => fs::DirBuilder::new().create(log_dir),
+    };
+    clear().map_err(|error| Error::local("make the log's directory", log_dir, error))
+}
+
+/// Makes a sparse file, or opens one that is there, for its owner only.
+fn new_file(path: &Path, bytes: u64) -> Result<File> {
+    use std::os::unix::fs::OpenOptionsExt;
+    let open = || {
+        let file = File::options()
+            .write(true)
+            .create(true)
+            .truncate(false)
+            .mode(0o600)
+            .open(path)?;
+        file.set_len(bytes)?;
+        Ok(file)
+    };
+    open().map_err(|error| Error::local("make the image", path, error))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn images_get_their_names_and_stay_in_the_directory() {
+        let image = |disk_id, name: &str| BaseImage {
+            disk_id,
+            name: name.into(),
+            bytes: 0,
+            chunks: Vec::new(),
+        };
+        let images = [
+            image(1, "a.img"),
+            image(2, "a.img"),
+            image(3, "../../etc/passwd"),
+            image(4, ".."),
+            image(5, "a.img.wal"),
+        ];
+        let dir = Path::new("/d");
+        let paths = image_paths(dir, &images);
+        let wanted = ["a.img", "2-a.img", "passwd", "disk", "5-a.img.wal"];
+        assert_eq!(paths, wanted.map(|name| dir.join(name)));
+        assert_eq!(log_dir_of(dir, &paths), dir.join("log"));
+        assert_eq!(log_dir_of(dir, &paths[..1]), dir.join("a.img.wal"));
+    }
+}

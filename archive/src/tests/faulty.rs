@@ -1,0 +1,199 @@
+//! A store in memory that refuses requests, loses answers, and carries requests out late.
+
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex};
+
+use futures_util::StreamExt;
+use futures_util::stream::{self, BoxStream};
+use object_store::memory::InMemory;
+use object_store::path::Path;
+use object_store::{
+    CopyOptions, GetOptions, GetResult, ListResult, MultipartUpload, ObjectMeta, ObjectStore,
+    PutMode, PutMultipartOptions, PutOptions, PutPayload, PutResult, Result,
+};
+use walvisor_testkit::Random;
+
+#[derive(Debug)]
+pub(super) struct Faulty {
+    inner: Arc<InMemory>,
+    random: Mutex<Random>,
+    /// One request in so many goes wrong; 0: none.
+    one_in: AtomicU64,
+    /// Requests until all fail.
+    left: AtomicU64,
+    /// Requests that failed and will be carried out.
+    late: Mutex<Vec<(Path, PutPayload, PutMode)>>,
+    pub(super) faults: AtomicU64,
+    /// Creates what exists.
+    careless: bool,
+}
+
+fn failed() -> object_store::Error {
+    object_store::Error::Generic {
+        store: "faulty",
+        source: "503".into(),
+    }
+}
+
+impl Faulty {
+    pub(super) fn new(inner: Arc<InMemory>, seed: u64, one_in: u64) -> Self {
+        Self {
+            inner,
+            random: Mutex::new(Random(seed)),
+            one_in: one_in.into(),
+            left: u64::MAX.into(),
+            late: Mutex::default(),
+            faults: 0.into(),
+            careless: false,
+        }
+    }
+
+    pub(super) fn careless(inner: Arc<InMemory>) -> Self {
+        Self {
+            careless: true,
+            ..Self::new(inner, 0, 0)
+        }
+    }
+
+    pub(super) fn fail_one_in(&self, one_in: u64) {
+        self.one_in.store(one_in, Ordering::Relaxed);
+    }
+
+    pub(super) fn fail_after(&self, requests: u64) {
+        self.left.store(requests, Ordering::Relaxed);
+    }
+
+    /// Which fault this request has, from 0; `None`: none.
+    fn fault(&self) -> Option<u64> {
+        let left = self.left.load(Ordering::Relaxed);
+        if left == 0 {
+            return Some(0);
+        } else if left < u64::MAX {
+            self.left.store(left - 1, Ordering::Relaxed);
+        }
+        let one_in = self.one_in.load(Ordering::Relaxed);
+        let mut random = self.random.lock().unwrap();
+        let fails = one_in > 0 && random.one_in(one_in);
+        fails.then(|| {
+            self.faults.fetch_add(1, Ordering::Relaxed);
+            random.next()
+        })
+    }
+
+    /// Carries out one of the requests that are late.
+    async fn catch_up(&self) {
+        let late = {
+            let mut late = self.late.lock().unwrap();
+            let mut random = self.random.lock().unwrap();
+            let due = !late.is_empty() && random.one_in(3);
+            due.then(|| late.remove(0))
+        };
+        if let Some((path, payload, mode)) = late {
+            let _ = self.inner.put_opts(&path, payload, mode.into()).await;
+        }
+    }
+}
+
+impl std::fmt::Display for Faulty {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str("faulty")
+    }
+}
+
+#[async_trait::async_trait]
+impl ObjectStore for Faulty {
+    async fn put_opts(
+        &self,
+        location: &Path,
+        payload: PutPayload,
+        mut options: PutOptions,
+    ) -> Result<PutResult> {
+        self.catch_up().await;
+        if self.careless {
+            options.mode = PutMode::Overwrite;
+        }
+        match self.fault().map(|fault| fault % 4) {
+            Some(0) => Err(failed()),
+            Some(1) => {
+                let _ = self.inner.put_opts(location, payload, options).await;
+                Err(failed())
+            }
+            Some(2) => {
+                let late = (location.clone(), payload, options.mode);
+                self.late.lock().unwrap().push(late);
+                Err(failed())
+            }
+            Some(_) => {
+                // Carried out twice.
+                let late = (location.clone(), payload.clone(), options.mode.clone());
+                self.late.lock().unwrap().push(late);
+                self.inner.put_opts(location, payload, options).await
+            }
+            None => self.inner.put_opts(location, payload, options).await,
+        }
+    }
+
+    async fn put_multipart_opts(
+        &self,
+        location: &Path,
+        options: PutMultipartOptions,
+    ) -> Result<Box<dyn MultipartUpload>> {
+        self.inner.put_multipart_opts(location, options).await
+    }
+
+    async fn get_opts(&self, location: &Path, options: GetOptions) -> Result<GetResult> {
+        self.catch_up().await;
+        match self.fault().map(|fault| fault % 2) {
+            None => self.inner.get_opts(location, options).await,
+            Some(0) => Err(failed()),
+            Some(_) => {
+                // Half an object.
+                let len = self
+                    .inner
+                    .get_opts(location, options.clone())
+                    .await?
+                    .meta
+                    .size;
+                let half = GetOptions {
+                    range: (!options.head && len > 1).then(|| (0..len / 2).into()),
+                    ..options
+                };
+                self.inner.get_opts(location, half).await
+            }
+        }
+    }
+
+    fn delete_stream(
+        &self,
+        locations: BoxStream<'static, Result<Path>>,
+    ) -> BoxStream<'static, Result<Path>> {
+        self.inner.delete_stream(locations)
+    }
+
+    fn list(&self, prefix: Option<&Path>) -> BoxStream<'static, Result<ObjectMeta>> {
+        match self.fault().map(|fault| fault % 2) {
+            None => self.inner.list(prefix),
+            Some(0) => stream::once(async { Err(failed()) }).boxed(),
+            // It does not show yet what was put last.
+            Some(_) => {
+                let all = self.inner.list(prefix).collect::<Vec<_>>();
+                let all = stream::once(all).map(|mut all| {
+                    all.sort_by_key(|found| {
+                        found.as_ref().ok().map(|found| found.location.clone())
+                    });
+                    all.pop();
+                    stream::iter(all)
+                });
+                all.flatten().boxed()
+            }
+        }
+    }
+
+    async fn list_with_delimiter(&self, prefix: Option<&Path>) -> Result<ListResult> {
+        self.inner.list_with_delimiter(prefix).await
+    }
+
+    async fn copy_opts(&self, from: &Path, to: &Path, options: CopyOptions) -> Result<()> {
+        self.inner.copy_opts(from, to, options).await
+    }
+}

@@ -1,0 +1,224 @@
+//! Random histories of a log and its archive: writes, checkpoints, restores in place, restarts, an
+//! uploader that is killed and fenced, a store that fails. What comes back is judged by what the
+//! disks were at each mark.
+
+use std::collections::BTreeMap;
+use std::sync::Arc;
+
+use walvisor_storage::{
+    BackendQueue, Buffer, Operation, Point, Retention, Store, export_disk, restore_disk,
+};
+use walvisor_testkit::{Random, queue};
+
+use super::faulty::Faulty;
+use super::{Bench, SECTORS, archive_in, bytes_of, mark, settle};
+use crate::error::ErrorKind;
+use crate::remote::Archive;
+use crate::restore::verify;
+use crate::survey::survey;
+use crate::uploader::{UploadOptions, Uploader};
+
+const DISKS: [&str; 2] = ["a", "b"];
+const STEPS: usize = 80;
+
+type States = BTreeMap<u64, [Vec<u8>; 2]>;
+
+struct History {
+    random: Random,
+    bench: Bench,
+    store: Option<Store>,
+    now: [Vec<u8>; 2],
+    /// What the disks were, by LSN.
+    states: States,
+}
+
+impl History {
+    fn store(&self) -> &Store {
+        self.store.as_ref().unwrap()
+    }
+
+    fn modify(&mut self) {
+        let which = self.random.below(2) as usize;
+        let sector = self.random.below(SECTORS);
+        let sectors = 1 + self.random.below((SECTORS - sector).min(40));
+        let range = sector as usize * 512..(sector + sectors) as usize * 512;
+        let operation = match self.random.below(6) {
+            0 => {
+                self.now[which][range].fill(0);
+                Operation::Discard {
+                    sector,
+                    sectors: sectors as u32,
+                }
+            }
+            1 => {
+                self.now[which][range].fill(0);
+                Operation::WriteZeroes {
+                    sector,
+                    sectors: sectors as u32,
+                    unmap: false,
+                }
+            }
+            _ => {
+                let mut data = Buffer::zeroed(range.len());
+                self.random.fill(&mut data);
+                self.now[which][range].copy_from_slice(&data);
+                Operation::Write { sector, data }
+            }
+        };
+        let mut port = self.store().disks()[which].open_port().unwrap();
+        queue::run(&mut port, operation).unwrap();
+        if self.random.one_in(3) {
+            port.submit(2, Operation::Flush);
+            port.kick();
+            queue::wait(&mut port, 1);
+        }
+        drop(port);
+        if self.random.one_in(2) {
+            self.mark();
+        }
+    }
+
+    fn mark(&mut self) {
+        let lsn = mark(&self.store().disks()[0]).lsn;
+        self.states.insert(lsn, self.now.clone());
+    }
+
+    /// Restores one of the disks in place.
+    fn rewind(&mut self) {
+        let which = self.random.below(2) as usize;
+        let known: Vec<u64> = self.states.keys().copied().collect();
+        let Some(&to) = known.get(self.random.below(known.len().max(1) as u64) as usize) else {
+            return;
+        };
+        // It may be too long ago.
+        if let Ok(done) = self.store().disks()[which].rewind(Point::Lsn(to)) {
+            self.now[which] = self.states[&to][which].clone();
+            if let Some(lsn) = done.lsn {
+                self.states.insert(lsn, self.now.clone());
+            }
+        }
+    }
+
+    fn reopen(&mut self) {
+        self.store.take().unwrap().close().unwrap();
+        self.store = Some(self.bench.open(&DISKS));
+    }
+
+    /// Compares what comes back as of a point.
+    fn judge(&self, archive: &Archive, at: Point, wanted: &[Vec<u8>; 2]) {
+        let (_dir, restored) = self.bench.restore(archive, at).unwrap();
+        for (which, disk) in restored.disks.iter().enumerate() {
+            let bytes = bytes_of(&disk.path, &restored.log_dir);
+            assert!(bytes == wanted[which], "{at}: disk {which} is another");
+        }
+        // Its past is there, too.
+        for (&lsn, wanted) in self
+            .states
+            .range(..=restored.commit.lsn)
+            .rev()
+            .step_by(7)
+            .take(2)
+        {
+            let raw = restored.disks[1].path.with_extension("past");
+            let (disk, log) = (&restored.disks[1].path, &restored.log_dir);
+            let past = restore_disk(disk, log, Point::Lsn(lsn), &raw, None, &mut |_, _| {});
+            if past.is_ok() {
+                assert!(
+                    std::fs::read(&raw).unwrap() == wanted[1],
+                    "{at}: the past at {lsn}"
+                );
+                std::fs::remove_file(&raw).unwrap();
+            }
+        }
+    }
+}
+
+/// Returns how many faults there were.
+fn run(seed: u64) -> u64 {
+    let mut random = Random(seed);
+    let retain = [
+        Retention::Nothing,
+        Retention::All,
+        Retention::Bytes(256 << 10),
+    ];
+    let bench = Bench::new(&DISKS, retain[random.below(3) as usize]);
+    let faulty = Arc::new(Faulty::new(bench.store.clone(), seed, 4 + random.below(12)));
+    let archive = archive_in(faulty.clone());
+    let options = UploadOptions { base_every: None };
+    let log = bench.log();
+    let mut history = History {
+        random,
+        store: Some(bench.open(&DISKS)),
+        bench,
+        now: [(); 2].map(|()| vec![0; SECTORS as usize * 512]),
+        states: BTreeMap::new(),
+    };
+    let mut up: Option<Uploader<'_>> = None;
+    for _ in 0..STEPS {
+        match history.random.below(20) {
+            0 => drop(history.store().disks()[0].checkpoint().unwrap()),
+            1 => history.rewind(),
+            2 => history.reopen(),
+            3 => up = None,
+            4..13 => history.modify(),
+            _ => match &mut up {
+                None => up = Uploader::new(&archive, &log, options.clone()).ok(),
+                Some(working) => match working.tick() {
+                    Err(error) if error.kind() != ErrorKind::Unavailable => up = None,
+                    _ => {}
+                },
+            },
+        }
+    }
+    history.mark();
+    drop(up);
+    faulty.fail_one_in(0);
+    // A claim that was late may come in between.
+    let again = || Uploader::new(&archive, &log, options.clone());
+    let mut up = (0..20).find_map(|_| again().ok()).expect("an uploader");
+    let tick = settle(&mut up);
+    let (&newest, wanted) = history.states.last_key_value().unwrap();
+    assert_eq!(tick.last.lsn, newest);
+    history.judge(&archive, Point::Newest, wanted);
+    let found = survey(&archive).unwrap();
+    let oldest = found.spans[0].bases[0].exact.lsn;
+    let reachable: Vec<u64> = history
+        .states
+        .range(oldest..)
+        .map(|(lsn, _)| *lsn)
+        .collect();
+    for _ in 0..4 {
+        let lsn = reachable[history.random.below(reachable.len() as u64) as usize];
+        history.judge(&archive, Point::Lsn(lsn), &history.states[&lsn]);
+        verify(&archive, Point::Lsn(lsn), &mut |_, _| {}).unwrap();
+    }
+    let store = history.store.take().unwrap();
+    store.close().unwrap();
+    // What was archived is what the disks are.
+    for (which, name) in DISKS.iter().enumerate() {
+        let (disk, raw) = (history.bench.disk(name), history.bench.disk("raw"));
+        export_disk(&disk, &log, &raw, true, None, &mut |_, _| {}).unwrap();
+        assert!(std::fs::read(raw).unwrap() == history.now[which]);
+    }
+    faulty.faults.load(std::sync::atomic::Ordering::Relaxed)
+}
+
+/// `WALVISOR_SEED=N` replays one history; `WALVISOR_ARCHIVE_HISTORIES=N` runs more or fewer.
+#[test]
+fn random_histories() {
+    let number = |name: &str| std::env::var(name).ok().and_then(|text| text.parse().ok());
+    let (first, count) = (
+        number("WALVISOR_SEED"),
+        number("WALVISOR_ARCHIVE_HISTORIES"),
+    );
+    let count: u64 = count.unwrap_or(if first.is_some() { 1 } else { 20 });
+    let first: u64 = first.unwrap_or(1);
+    let mut faults = 0;
+    for seed in first..first + count {
+        let ran = std::panic::catch_unwind(|| run(seed));
+        faults += ran.unwrap_or_else(|_| {
+            panic!("replay: WALVISOR_SEED={seed} cargo test -p walvisor-archive random_histories")
+        });
+    }
+    println!("{count} histories, {faults} faults");
+}

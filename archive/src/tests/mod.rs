@@ -1,0 +1,566 @@
+//! Logs that are written, archived and restored, over a store that fails.
+
+mod faulty;
+mod history;
+
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use object_store::ObjectStoreExt;
+use object_store::memory::InMemory;
+use walvisor_storage::{
+    Buffer, Commit, Disk, DiskOptions, MarkText, Operation, Point, Retention, Store, StoreOptions,
+    create_disk, export_disk,
+};
+use walvisor_testkit::queue;
+
+use crate::error::{ErrorKind, Result};
+use crate::layout::{self, Place};
+use crate::remote::Archive;
+use crate::restore::{Restored, restore, verify};
+use crate::survey::survey;
+use crate::uploader::{Tick, UploadOptions, Uploader};
+
+const SECTORS: u64 = 512;
+
+/// A log with disks, and an archive in memory.
+struct Bench {
+    dir: tempfile::TempDir,
+    store: Arc<InMemory>,
+}
+
+impl Bench {
+    fn new(disks: &[&str], retain: Retention) -> Self {
+        let bench = Self {
+            dir: tempfile::tempdir().unwrap(),
+            store: Arc::default(),
+        };
+        for disk in disks {
+            let options = options(retain);
+            create_disk(&bench.disk(disk), SECTORS * 512, &bench.log(), &options).unwrap();
+        }
+        bench
+    }
+
+    fn log(&self) -> PathBuf {
+        self.dir.path().join("log")
+    }
+
+    fn disk(&self, name: &str) -> PathBuf {
+        self.dir.path().join(name)
+    }
+
+    fn open(&self, disks: &[&str]) -> Store {
+        let disks: Vec<_> = disks
+            .iter()
+            .map(|disk| DiskOptions::new(self.disk(disk)))
+            .collect();
+        Store::open(&self.log(), &disks, &options(Retention::Nothing)).unwrap()
+    }
+
+    fn archive(&self) -> Archive {
+        archive_in(self.store.clone())
+    }
+
+    fn restore(&self, archive: &Archive, at: Point) -> Result<(tempfile::TempDir, Restored)> {
+        let dir = tempfile::tempdir_in(self.dir.path()).unwrap();
+        let restored = restore(archive, &dir.path().join("restored"), at, &mut |_, _| {})?;
+        Ok((dir, restored))
+    }
+
+    /// The bytes of the first disk as of a point.
+    fn bytes_at(&self, archive: &Archive, at: Point) -> Vec<u8> {
+        let (_dir, restored) = self.restore(archive, at).unwrap();
+        bytes_of(&restored.disks[0].path, &restored.log_dir)
+    }
+}
+
+fn options(retain: Retention) -> StoreOptions {
+    StoreOptions {
+        segment_size: 256 << 10,
+        max_segments: 32,
+        retain: (retain != Retention::Nothing).then_some(retain),
+        ..StoreOptions::default()
+    }
+}
+
+fn archive_in(store: Arc<dyn object_store::ObjectStore>) -> Archive {
+    Archive::over(store, "a/log".into(), "memory".into(), true).unwrap()
+}
+
+/// The present bytes of a disk that is not in use.
+fn bytes_of(disk: &Path, log: &Path) -> Vec<u8> {
+    let raw = disk.with_extension("raw");
+    export_disk(disk, log, &raw, true, None, &mut |_, _| {}).unwrap();
+    std::fs::read(raw).unwrap()
+}
+
+fn write(disk: &Disk, sector: u64, byte: u8, sectors: usize) {
+    queue::write(&mut disk.open_port().unwrap(), sector, byte, sectors);
+}
+
+fn mark(disk: &Disk) -> Commit {
+    disk.mark(&"here".parse::<MarkText>().unwrap()).unwrap()
+}
+
+fn uploader<'a>(archive: &'a Archive, bench: &Bench) -> Uploader<'a> {
+    Uploader::new(archive, &bench.log(), UploadOptions::default()).unwrap()
+}
+
+/// Ticks until everything is there.
+fn settle(uploader: &mut Uploader<'_>) -> Tick {
+    for _ in 0..1000 {
+        let tick = uploader.tick().unwrap();
+        if tick.caught_up && tick.restorable && tick.base.is_none() {
+            return tick;
+        }
+    }
+    panic!("never caught up");
+}
+
+#[test]
+fn a_disk_in_use_comes_back_as_of_its_commits() {
+    let bench = Bench::new(&["a"], Retention::All);
+    let archive = bench.archive();
+    let store = bench.open(&["a"]);
+    let disk = &store.disks()[0];
+    write(disk, 0, 1, 8);
+    let mut up = uploader(&archive, &bench);
+    settle(&mut up);
+    let mut commits = Vec::new();
+    for round in 2..10u8 {
+        write(disk, u64::from(round) * 8, round, 3);
+        commits.push((mark(disk), round));
+        up.tick().unwrap();
+    }
+    let tick = settle(&mut up);
+    assert_eq!(tick.last.lsn, commits.last().unwrap().0.lsn);
+    for (commit, newest) in commits {
+        for at in [
+            Point::Lsn(commit.lsn),
+            Point::Cid(commit.cid),
+            Point::Time(commit.unix_us),
+        ] {
+            let bytes = bench.bytes_at(&archive, at);
+            for round in 2..10usize {
+                let wanted = if round <= usize::from(newest) {
+                    round as u8
+                } else {
+                    0
+                };
+                assert_eq!(bytes[round * 8 * 512], wanted, "{at}: {round}");
+            }
+            assert_eq!(bytes[0], 1);
+        }
+    }
+    let verified = verify(&archive, Point::Newest, &mut |_, _| {}).unwrap();
+    assert_eq!(verified.commit.lsn, tick.last.lsn);
+    store.close().unwrap();
+}
+
+/// The log keeps no history, so checkpoints overwrite the images while they are copied.
+#[test]
+fn images_that_change_while_they_are_copied_are_made_exact() {
+    let bench = Bench::new(&["a"], Retention::Nothing);
+    let archive = bench.archive();
+    let store = bench.open(&["a"]);
+    let disk = &store.disks()[0];
+    let mut up = uploader(&archive, &bench);
+    let mut model = vec![0; SECTORS as usize * 512];
+    for round in 1..60u64 {
+        let (sector, byte) = (round * 37 % (SECTORS - 20), round as u8);
+        write(disk, sector, byte, 20);
+        model[sector as usize * 512..][..20 * 512].fill(byte);
+        if round % 7 == 0 {
+            disk.checkpoint().unwrap();
+        }
+        up.tick().unwrap();
+    }
+    mark(disk);
+    settle(&mut up);
+    assert!(bench.bytes_at(&archive, Point::Newest) == model);
+    store.close().unwrap();
+    // All of it is in the image now, and the log has no segment.
+    settle(&mut up);
+    assert!(bench.bytes_at(&archive, Point::Newest) == model);
+}
+
+#[test]
+fn an_uploader_that_was_killed_goes_on_where_it_was() {
+    let bench = Bench::new(&["a"], Retention::All);
+    let archive = bench.archive();
+    let store = bench.open(&["a"]);
+    let disk = &store.disks()[0];
+    for round in 1..8u8 {
+        write(disk, u64::from(round), round, 1);
+        mark(disk);
+        let mut up = uploader(&archive, &bench);
+        assert_eq!(up.epoch(), u64::from(round));
+        settle(&mut up);
+    }
+    let seen = survey(&archive).unwrap();
+    assert_eq!(
+        (seen.spans.len(), seen.spans[0].bases.len(), seen.epoch),
+        (1, 1, 7)
+    );
+    let bytes = bench.bytes_at(&archive, Point::Newest);
+    assert!((1..8).all(|round| bytes[round * 512] == round as u8));
+    store.close().unwrap();
+}
+
+#[test]
+fn an_uploader_that_lost_the_archive_stops_and_what_it_adds_does_not_count() {
+    let bench = Bench::new(&["a"], Retention::All);
+    let (archive, other) = (bench.archive(), bench.archive());
+    let store = bench.open(&["a"]);
+    let disk = &store.disks()[0];
+    write(disk, 0, 1, 1);
+    mark(disk);
+    let mut first = uploader(&archive, &bench);
+    settle(&mut first);
+    let mut second = uploader(&other, &bench);
+    write(disk, 1, 2, 1);
+    mark(disk);
+    let error = first.tick().unwrap_err();
+    assert_eq!(error.kind(), ErrorKind::Fenced);
+    assert!(error.to_string().contains("(epoch 2)"), "{error}");
+    let tick = settle(&mut second);
+    assert_eq!(survey(&archive).unwrap().spans.len(), 1);
+    assert_eq!(
+        verify(&archive, Point::Newest, &mut |_, _| {})
+            .unwrap()
+            .commit
+            .lsn,
+        tick.last.lsn
+    );
+    assert_eq!(bench.bytes_at(&archive, Point::Newest)[512], 2);
+    store.close().unwrap();
+}
+
+#[test]
+fn a_store_that_ignores_conditions_is_refused() {
+    let bench = Bench::new(&["a"], Retention::All);
+    let careless = Arc::new(faulty::Faulty::careless(bench.store.clone()));
+    let archive = archive_in(careless.clone());
+    let refused = Uploader::new(&archive, &bench.log(), UploadOptions::default()).map(drop);
+    let refused = refused.unwrap_err().to_string();
+    assert!(
+        refused.contains("ignores conditions") && refused.contains("fencing=off"),
+        "{refused}"
+    );
+    let archive = Archive::over(careless, "a".into(), "memory".into(), false).unwrap();
+    settle(&mut uploader(&archive, &bench));
+}
+
+#[test]
+fn an_archive_is_of_one_log() {
+    let (bench, other) = (
+        Bench::new(&["a"], Retention::All),
+        Bench::new(&["a"], Retention::All),
+    );
+    let archive = bench.archive();
+    settle(&mut uploader(&archive, &bench));
+    let refused = Uploader::new(&archive, &other.log(), UploadOptions::default()).map(drop);
+    let refused = refused.unwrap_err();
+    assert_eq!(refused.kind(), ErrorKind::InvalidInput);
+    assert!(
+        refused.to_string().contains("an archive of its own"),
+        "{refused}"
+    );
+}
+
+/// The uploader is away while the log recycles its segments.
+#[test]
+fn a_log_that_went_on_without_the_archive_begins_anew_and_the_old_span_stays() {
+    let bench = Bench::new(&["a"], Retention::Nothing);
+    let archive = bench.archive();
+    let store = bench.open(&["a"]);
+    let disk = &store.disks()[0];
+    write(disk, 0, 1, 1);
+    let first = mark(disk);
+    settle(&mut uploader(&archive, &bench));
+    for round in 0..500u64 {
+        write(disk, round % 8 * 8, round as u8, 40);
+        if round % 10 == 0 {
+            disk.checkpoint().unwrap();
+        }
+    }
+    write(disk, 0, 9, 1);
+    mark(disk);
+    let mut up = uploader(&archive, &bench);
+    assert!(up.take_reason().unwrap().contains("recycled"));
+    settle(&mut up);
+    assert_eq!(survey(&archive).unwrap().spans.len(), 2);
+    assert_eq!(bench.bytes_at(&archive, Point::Newest)[0], 9);
+    assert_eq!(bench.bytes_at(&archive, Point::Lsn(first.lsn))[0], 1);
+    let beyond = bench.restore(&archive, Point::Lsn(first.lsn + 1)).map(drop);
+    let beyond = beyond.unwrap_err().to_string();
+    assert!(
+        beyond.contains("nothing in the archive leads to lsn:"),
+        "{beyond}"
+    );
+    store.close().unwrap();
+}
+
+/// A program mounts the image, say, while no log has it open.
+#[test]
+fn an_image_that_others_have_written_to_begins_anew() {
+    let bench = Bench::new(&["a"], Retention::Nothing);
+    let archive = bench.archive();
+    let store = bench.open(&["a"]);
+    write(&store.disks()[0], 0, 1, 1);
+    let mut up = uploader(&archive, &bench);
+    settle(&mut up);
+    store.close().unwrap();
+    let image = std::fs::File::options()
+        .write(true)
+        .open(bench.disk("a"))
+        .unwrap();
+    std::os::unix::fs::FileExt::write_all_at(&image, &[5; 512], 512).unwrap();
+    drop(image);
+    let store = bench.open(&["a"]);
+    write(&store.disks()[0], 2, 3, 1);
+    mark(&store.disks()[0]);
+    settle(&mut up);
+    store.close().unwrap();
+    let bytes = bench.bytes_at(&archive, Point::Newest);
+    assert_eq!((bytes[0], bytes[512], bytes[1024]), (1, 5, 3));
+    assert!(up.epoch() > 1 && up.take_reason().is_some());
+}
+
+#[test]
+fn a_disk_that_grows_is_as_large_when_it_comes_back() {
+    let bench = Bench::new(&["a"], Retention::All);
+    let archive = bench.archive();
+    let store = bench.open(&["a"]);
+    let disk = &store.disks()[0];
+    let mut up = uploader(&archive, &bench);
+    settle(&mut up);
+    disk.grow(2 * SECTORS * 512).unwrap();
+    write(disk, 2 * SECTORS - 1, 4, 1);
+    mark(disk);
+    settle(&mut up);
+    store.close().unwrap();
+    let bytes = bench.bytes_at(&archive, Point::Newest);
+    assert_eq!(
+        (bytes.len() as u64, bytes.last()),
+        (2 * SECTORS * 512, Some(&4))
+    );
+    assert_eq!(up.epoch(), 1);
+}
+
+#[test]
+fn a_disk_that_comes_to_the_log_is_archived_from_then_on() {
+    let bench = Bench::new(&["a"], Retention::All);
+    let archive = bench.archive();
+    let mut store = bench.open(&["a"]);
+    write(&store.disks()[0], 0, 1, 1);
+    let mut up = uploader(&archive, &bench);
+    settle(&mut up);
+    std::fs::write(bench.disk("b"), [6; 4096]).unwrap();
+    store.add_disk(&DiskOptions::new(bench.disk("b"))).unwrap();
+    write(&store.disks()[1], 1, 7, 1);
+    mark(&store.disks()[0]);
+    settle(&mut up);
+    store.close().unwrap();
+    let (_dir, restored) = bench.restore(&archive, Point::Newest).unwrap();
+    assert_eq!(restored.log_dir.file_name().unwrap(), "log");
+    let bytes = bytes_of(&restored.disks[1].path, &restored.log_dir);
+    assert_eq!((bytes.len(), bytes[0], bytes[512]), (4096, 6, 7));
+}
+
+#[test]
+fn a_restore_in_place_is_seen() {
+    let bench = Bench::new(&["a", "b"], Retention::All);
+    let archive = bench.archive();
+    let store = bench.open(&["a", "b"]);
+    let (a, b) = (&store.disks()[0], &store.disks()[1]);
+    let mut up = uploader(&archive, &bench);
+    write(a, 0, 1, 1);
+    let one = mark(a);
+    write(a, 0, 2, 1);
+    write(b, 0, 2, 1);
+    let two = mark(a);
+    a.rewind(Point::Lsn(one.lsn)).unwrap();
+    write(b, 0, 3, 1);
+    mark(b);
+    settle(&mut up);
+    let first = |at| {
+        let (_dir, restored) = bench.restore(&archive, at).unwrap();
+        let disks = restored.disks.iter();
+        disks
+            .map(|disk| bytes_of(&disk.path, &restored.log_dir)[0])
+            .collect::<Vec<_>>()
+    };
+    assert_eq!(first(Point::Newest), [1, 3]);
+    assert_eq!(first(Point::Lsn(two.lsn)), [2, 2]);
+    assert_eq!(first(Point::Lsn(one.lsn)), [1, 0]);
+    store.close().unwrap();
+}
+
+/// The log that was restored goes on, in the same archive and in one of its own.
+#[test]
+fn a_restored_log_goes_on() {
+    let bench = Bench::new(&["a"], Retention::All);
+    let archive = bench.archive();
+    let store = bench.open(&["a"]);
+    let disk = &store.disks()[0];
+    write(disk, 0, 1, 1);
+    let one = mark(disk);
+    write(disk, 0, 2, 1);
+    mark(disk);
+    settle(&mut uploader(&archive, &bench));
+    store.close().unwrap();
+    let (_dir, restored) = bench.restore(&archive, Point::Lsn(one.lsn)).unwrap();
+    let options = options(Retention::Nothing);
+    let opened = [DiskOptions::new(&restored.disks[0].path)];
+    let store = Store::open(&restored.log_dir, &opened, &options).unwrap();
+    let disk = &store.disks()[0];
+    write(disk, 1, 3, 1);
+    mark(disk);
+    let mut up = Uploader::new(&archive, &restored.log_dir, UploadOptions::default()).unwrap();
+    settle(&mut up);
+    store.close().unwrap();
+    let bytes = bench.bytes_at(&archive, Point::Newest);
+    assert_eq!((bytes[0], bytes[512]), (1, 3));
+    assert_eq!(survey(&archive).unwrap().spans.len(), 2);
+}
+
+#[test]
+fn damage_in_the_store_is_told_and_never_restored() {
+    let bench = Bench::new(&["a"], Retention::All);
+    let archive = bench.archive();
+    let store = bench.open(&["a"]);
+    let disk = &store.disks()[0];
+    write(disk, 0, 1, 64);
+    disk.checkpoint().unwrap();
+    settle(&mut uploader(&archive, &bench));
+    store.close().unwrap();
+    let names: Vec<String> = ["chunks", layout::PARTS, layout::BASES]
+        .iter()
+        .flat_map(|folder| archive.block_on(archive.list(folder)).unwrap())
+        .map(|(name, _)| name)
+        .collect();
+    assert!(names.len() >= 3, "{names:?}");
+    for name in names {
+        let key = object_store::path::Path::from(format!("a/log/{name}"));
+        let get = async { bench.store.get(&key).await.unwrap().bytes().await.unwrap() };
+        let whole = archive.block_on(get);
+        let mut flipped = whole.to_vec();
+        flipped[whole.len() / 2] ^= 1;
+        for bad in [Some(flipped), Some(whole[..whole.len() / 2].to_vec()), None] {
+            archive.block_on(async {
+                match bad {
+                    Some(bad) => drop(bench.store.put(&key, bad.into()).await.unwrap()),
+                    None => bench.store.delete(&key).await.unwrap(),
+                }
+            });
+            let failed = bench
+                .restore(&archive, Point::Newest)
+                .map(drop)
+                .unwrap_err();
+            let text = failed.to_string();
+            let missing = failed.kind() == ErrorKind::NotFound && text.contains("not complete");
+            assert!(
+                failed.kind() == ErrorKind::Damaged || missing,
+                "{name}: {text}"
+            );
+            let put = async { bench.store.put(&key, whole.clone().into()).await };
+            archive.block_on(put).unwrap();
+        }
+    }
+    bench.bytes_at(&archive, Point::Newest);
+}
+
+#[test]
+fn a_restore_that_was_ended_goes_on_with_the_next_chunk() {
+    let bench = Bench::new(&["a"], Retention::Nothing);
+    let big = 40 << 20;
+    let disk = bench.disk("big");
+    let log = bench.dir.path().join("big-log");
+    create_disk(&disk, big, &log, &options(Retention::Nothing)).unwrap();
+    let store = Store::open(
+        &log,
+        &[DiskOptions::new(&disk)],
+        &options(Retention::Nothing),
+    )
+    .unwrap();
+    let mut port = store.disks()[0].open_port().unwrap();
+    for chunk in 0..(big >> 16) {
+        let mut data = Buffer::zeroed(512);
+        data[..8].copy_from_slice(&(chunk + 1).to_le_bytes());
+        let operation = Operation::Write {
+            sector: chunk * 128,
+            data,
+        };
+        queue::run(&mut port, operation).unwrap();
+    }
+    drop(port);
+    store.close().unwrap();
+    let archive = bench.archive();
+    let mut up = Uploader::new(&archive, &log, UploadOptions::default()).unwrap();
+    settle(&mut up);
+    let faulty = Arc::new(faulty::Faulty::new(bench.store.clone(), 0, 0));
+    let failing = archive_in(faulty.clone());
+    let dir = bench.dir.path().join("restored");
+    faulty.fail_after(300);
+    let ended = restore(&failing, &dir, Point::Newest, &mut |_, _| {}).unwrap_err();
+    assert_eq!(ended.kind(), ErrorKind::Unavailable, "{ended}");
+    faulty.fail_after(u64::MAX);
+    let again = restore(&failing, &dir, Point::Newest, &mut |_, _| {}).unwrap();
+    let all = big >> 16;
+    assert!(again.chunks <= all - 192, "{} of {all}", again.chunks);
+    let bytes = bytes_of(&again.disks[0].path, &again.log_dir);
+    let right = |chunk: u64| bytes[chunk as usize * 65536..][..8] == (chunk + 1).to_le_bytes();
+    assert!((0..all).all(right));
+    let error = restore(&failing, &dir, Point::Newest, &mut |_, _| {}).unwrap_err();
+    assert!(error.to_string().contains("not empty"), "{error}");
+}
+
+#[test]
+fn an_archive_in_a_directory() {
+    let bench = Bench::new(&["a"], Retention::All);
+    let place = bench.dir.path().join("archive");
+    let url = format!("file://{}", place.display());
+    let url: crate::ArchiveUrl = url.parse().unwrap();
+    let missing = Archive::open(&url).map(drop).unwrap_err().to_string();
+    assert!(missing.contains("mkdir -p"), "{missing}");
+    std::fs::create_dir(&place).unwrap();
+    let archive = Archive::open(&url).unwrap();
+    let none = survey(&archive).unwrap_err();
+    assert_eq!(none.kind(), ErrorKind::NotFound);
+    let store = bench.open(&["a"]);
+    write(&store.disks()[0], 5, 7, 1);
+    mark(&store.disks()[0]);
+    settle(&mut uploader(&archive, &bench));
+    settle(&mut uploader(&archive, &bench));
+    store.close().unwrap();
+    assert_eq!(bench.bytes_at(&archive, Point::Newest)[5 * 512], 7);
+    assert!(
+        place
+            .join(layout::part(Place {
+                epoch: 1,
+                number: 1
+            }))
+            .is_file()
+    );
+}
+
+/// What an idle log costs.
+#[test]
+fn an_idle_log_sends_nothing() {
+    let bench = Bench::new(&["a"], Retention::All);
+    let archive = bench.archive();
+    let store = bench.open(&["a"]);
+    write(&store.disks()[0], 5, 7, 1);
+    mark(&store.disks()[0]);
+    let mut up = uploader(&archive, &bench);
+    settle(&mut up);
+    up.tick().unwrap();
+    let before = archive.traffic();
+    for _ in 0..50 {
+        up.tick().unwrap();
+    }
+    assert_eq!(archive.traffic(), before);
+    store.close().unwrap();
+}

@@ -1,0 +1,745 @@
+//! Uploading a log, in use or not.
+//!
+//! Each tick reads what is new in the log, puts it into one part, and creates that under the next
+//! number. The state here changes only once the part is certainly there; so a tick that fails is
+//! simply repeated, and a process that is killed leaves nothing half-done: the next one reads the
+//! archive's end and goes on from there.
+
+use std::collections::HashSet;
+use std::ops::Range;
+use std::path::{Path, PathBuf};
+use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
+
+use bytes::Bytes;
+use serde::{Deserialize, Serialize};
+use walvisor_storage::{Commit, FollowStep, LogFollower, LogPiece, LogPlace, LogRoot};
+
+use crate::base::{BaseCopy, BaseProgress, refuse_spilled};
+use crate::epoch::{self, Claim};
+use crate::error::{Error, ErrorKind, Result};
+use crate::layout::{self, Place};
+use crate::line::{Catalog, Line, read_base, read_part};
+use crate::object::{self, BaseHeader, PartHeader, PartPiece};
+use crate::remote::{Archive, Created};
+
+/// Most bytes of log in a part, or one batch more.
+const PART_BYTES: usize = if cfg!(test) { 256 << 10 } else { 8 << 20 };
+/// How often a writer that has nothing to send checks that nobody else has the archive.
+const IDLE_CHECK: Duration = Duration::from_secs(60);
+/// How often one checks that sends parts.
+const BUSY_CHECK: Duration = Duration::from_secs(if cfg!(test) { 0 } else { 1 });
+
+/// How to upload a log.
+#[derive(Clone, Debug)]
+pub struct UploadOptions {
+    /// The base images are copied again after this time, so that a restore needs less of the log.
+    /// `None`: only where the log needs it.
+    pub base_every: Option<Duration>,
+}
+
+impl Default for UploadOptions {
+    fn default() -> Self {
+        Self {
+            base_every: Some(Duration::from_secs(24 * 3600)),
+        }
+    }
+}
+
+/// What an uploader has done, and what is left to do.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Tick {
+    /// The newest record in the archive.
+    pub last: Commit,
+    /// Records that were sent with this tick.
+    pub records: u64,
+    /// Bytes of log that were sent with this tick, before compression.
+    pub log_bytes: u64,
+    /// Whether everything that the log had is in the archive.
+    pub caught_up: bool,
+    /// The copy of the base images, if one is under way.
+    pub base: Option<BaseProgress>,
+    /// Whether the disks can be restored from the archive as of `last`.
+    pub restorable: bool,
+}
+
+/// Uploads one log to one archive.
+pub struct Uploader<'a> {
+    archive: &'a Archive,
+    log_dir: PathBuf,
+    /// The log's UUID.
+    log: String,
+    options: UploadOptions,
+    claim: Claim,
+    /// When it was last certain that nobody else has claimed the archive.
+    checked: Instant,
+    /// Whether a part was sent since.
+    unchecked: bool,
+    follower: LogFollower,
+    /// Pieces that were read and are not in the archive yet.
+    pending: Vec<LogPiece>,
+    pending_bytes: usize,
+    /// The part that may or may not be there already.
+    attempt: Option<Attempt>,
+    state: State,
+    base: Base,
+    /// The last records of the batches that were read, while images are copied.
+    batches: Vec<Commit>,
+    /// Chunks that the archive has.
+    chunks: HashSet<String>,
+    next_base: u64,
+    /// Why the base images are copied again.
+    why_base: Option<String>,
+}
+
+/// A part that was made.
+struct Attempt {
+    object: Bytes,
+    /// Pending pieces that it has.
+    pieces: usize,
+    /// What the archive has then.
+    after: State,
+}
+
+/// What the archive has, as far as the next part needs it.
+#[derive(Clone)]
+struct State {
+    /// The next part.
+    next: Place,
+    last: Commit,
+    end: Option<LogPlace>,
+    segments: Vec<(u64, Place)>,
+    rewind_marks: Vec<u64>,
+    /// The newest root in this epoch; empty: none.
+    root: Vec<u8>,
+    root_at: Place,
+}
+
+/// The base images that the parts now make exact.
+enum Base {
+    /// None yet.
+    None,
+    Copying(Box<BaseCopy>),
+    /// Copied; with the root when the copy began.
+    Done {
+        root: Box<LogRoot>,
+        made_us: u64,
+    },
+}
+
+/// What an archive is of.
+#[derive(Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub(crate) struct ArchivedLog {
+    pub format: u32,
+    /// The log's UUID.
+    pub log: String,
+}
+
+impl<'a> Uploader<'a> {
+    /// Claims an archive for a log. Goes on where an earlier uploader has ended, if the log still
+    /// has what follows; otherwise the archive gets another beginning, with base images of its own,
+    /// and what it had stays as it is.
+    ///
+    /// # Errors
+    /// [`ErrorKind::InvalidInput`] if it is the archive of another log, or the store can't keep a
+    /// second writer out; [`ErrorKind::Fenced`] if another uploader came first; if the log or the
+    /// archive can't be read.
+    pub fn new(archive: &'a Archive, log_dir: &Path, options: UploadOptions) -> Result<Self> {
+        let root = LogRoot::read(log_dir)?;
+        let writer = random()?;
+        archive.block_on(epoch::probe(archive, &writer))?;
+        archive.block_on(claim_log(archive, &root))?;
+        let catalog = match archive.block_on(Catalog::read(archive)) {
+            Err(error) if error.kind() == ErrorKind::NotFound => None,
+            catalog => Some(catalog?),
+        };
+        let newest = catalog.as_ref().and_then(Catalog::newest);
+        let epoch = newest.map_or(1, |newest| newest.epoch + 1);
+        let mut claim = Claim {
+            epoch,
+            writer,
+            owner: owner(),
+            after: None,
+            made_us: now_us(),
+        };
+        let mut chunks = HashSet::new();
+        let end = match &catalog {
+            Some(catalog) => archive.block_on(End::find(archive, catalog, &mut chunks))?,
+            None => None,
+        };
+        let next = Place { epoch, number: 1 };
+        let begun = match end {
+            Some(end) => end.resume(log_dir, &root, next)?,
+            None => Err(None),
+        };
+        let (follower, pending, state, base, why_base) = match begun {
+            Ok(resumed) => {
+                claim.after = Some(resumed.after);
+                let Resumed {
+                    follower,
+                    first,
+                    state,
+                    base,
+                    ..
+                } = resumed;
+                let done = base.map_or(Base::None, |(root, made_us)| Base::Done {
+                    root: Box::new(root),
+                    made_us,
+                });
+                (follower, first, state, done, None)
+            }
+            Err(why) => {
+                let follower = LogFollower::new(log_dir, &root);
+                (follower, None, State::new(next, &root), Base::None, why)
+            }
+        };
+        archive.block_on(epoch::claim(archive, &claim))?;
+        Ok(Self {
+            archive,
+            log_dir: log_dir.to_path_buf(),
+            log: root.log(),
+            options,
+            claim,
+            checked: Instant::now(),
+            unchecked: false,
+            follower,
+            pending_bytes: pending.as_ref().map_or(0, |piece| piece.bytes.len()),
+            pending: pending.into_iter().collect(),
+            attempt: None,
+            state,
+            base,
+            batches: Vec::new(),
+            chunks,
+            next_base: 1,
+            why_base,
+        })
+    }
+
+    /// The number of the epoch that this uploader has claimed.
+    pub fn epoch(&self) -> u64 {
+        self.claim.epoch
+    }
+
+    /// Why the base images are copied now, if not because they never were. `None` the next time.
+    pub fn take_reason(&mut self) -> Option<String> {
+        self.why_base.take()
+    }
+
+    /// Sends what is new in the log, in one part, or a few chunks of the base images. Everything
+    /// that was durable in the log before the call is in the archive once a tick has caught up.
+    ///
+    /// # Errors
+    /// [`ErrorKind::Unavailable`]: call it again later, nothing is lost. [`ErrorKind::Fenced`]:
+    /// another uploader has the archive. Other errors: something has to be put right first; it may
+    /// be called again after that.
+    pub fn tick(&mut self) -> Result<Tick> {
+        let caught_up = match self.read()? {
+            Ok(caught_up) => caught_up,
+            Err(why) => return self.begin_anew(why),
+        };
+        let root = LogRoot::read(&self.log_dir)?;
+        if root.log() != self.log {
+            let dir = self.log_dir.display();
+            return Err(Error::new(
+                ErrorKind::Local,
+                format!("{dir}: another log is there now; give it an archive of its own"),
+            ));
+        }
+        if let Some(why) = self.why_anew(&root) {
+            return self.begin_anew(why);
+        }
+        let before = self.state.last;
+        let log_bytes = self.pending_bytes as u64;
+        self.send(&root)?;
+        self.keep_claim()?;
+        let caught_up = caught_up && self.pending.is_empty();
+        // Whatever the log had when the copy ended was read above.
+        if caught_up && self.is_copied() {
+            self.publish_base()?;
+        }
+        self.copy_base(root)?;
+        Ok(Tick {
+            last: self.state.last,
+            records: self.state.last.lsn.saturating_sub(before.lsn),
+            log_bytes,
+            caught_up,
+            base: match &self.base {
+                Base::Copying(copy) => Some(copy.progress),
+                _ => None,
+            },
+            restorable: matches!(self.base, Base::Done { .. }),
+        })
+    }
+
+    /// Reads the log until it has no more, or a part is full. Returns whether it had no more, or
+    /// why it does not go on.
+    fn read(&mut self) -> Result<std::result::Result<bool, String>> {
+        while self.pending_bytes < PART_BYTES {
+            match self.follower.step(PART_BYTES - self.pending_bytes)? {
+                FollowStep::Piece(piece) => {
+                    self.pending_bytes += piece.bytes.len();
+                    if !matches!(self.base, Base::Done { .. }) {
+                        self.batches.extend(&piece.batches);
+                    }
+                    self.pending.push(piece);
+                }
+                FollowStep::CaughtUp => return Ok(Ok(true)),
+                FollowStep::Lost(why) => return Ok(Err(why)),
+            }
+        }
+        Ok(Ok(false))
+    }
+
+    /// Why the parts can't go on over the base images they have.
+    fn why_anew(&mut self, root: &LogRoot) -> Option<String> {
+        let before = match &self.base {
+            Base::None => return None,
+            Base::Copying(copy) => &copy.root,
+            Base::Done { root, .. } => root,
+        };
+        if let Some(why) = root.why_other_images(before) {
+            return Some(why);
+        }
+        // What this root shows no more, and the images did not have when they were copied.
+        let (from, to, shown) = (
+            before.checkpoint_lsn(),
+            root.checkpoint_lsn(),
+            root.rewinds(),
+        );
+        let passed = |lsns: &Range<u64>| {
+            let known = shown.iter().any(|at| lsns.contains(at));
+            !known && from < lsns.end && lsns.start <= to
+        };
+        let pieces = self.pending.iter();
+        let gaps = pieces.clone().flat_map(|piece| piece.gaps.clone());
+        let marks = pieces.flat_map(|piece| piece.rewind_marks.iter());
+        let marks = self.state.rewind_marks.iter().chain(marks);
+        let marks = marks.map(|&lsn| lsn..lsn + 1);
+        let passed = gaps.chain(marks).find(passed)?;
+        Some(format!(
+            "a disk may have been restored in place at LSN {}, and the images have passed that since",
+            passed.start
+        ))
+    }
+
+    /// Sends a part with the pending pieces, and the root if it has changed.
+    fn send(&mut self, root: &LogRoot) -> Result<()> {
+        if self.attempt.is_none() {
+            self.attempt = self.next_part(root)?;
+        }
+        let Some(attempt) = &self.attempt else {
+            return Ok(());
+        };
+        let at = self.state.next;
+        let name = layout::part(at);
+        // Whatever came of an attempt before, the bytes are the same.
+        let created = self.archive.create(&name, &attempt.object);
+        if let Created::Taken(_) = self.archive.block_on(created)? {
+            let archive = self.archive.shown();
+            return Err(Error::new(
+                ErrorKind::Fenced,
+                format!(
+                    "{archive}: another writer has created {name} in this one's epoch: the store does not keep to \
+                     conditions; make sure that only one log has this archive"
+                ),
+            ));
+        }
+        self.pending.drain(..attempt.pieces);
+        self.pending_bytes = self.pending.iter().map(|piece| piece.bytes.len()).sum();
+        self.state = attempt.after.clone();
+        self.attempt = None;
+        self.unchecked = true;
+        Ok(())
+    }
+
+    /// The next part; `None` if there is nothing to send.
+    fn next_part(&self, root: &LogRoot) -> Result<Option<Attempt>> {
+        let encoded = root.encode();
+        let changed = encoded != self.state.root;
+        if self.pending.is_empty() && !changed {
+            return Ok(None);
+        }
+        let at = self.state.next;
+        let mut after = self.state.clone();
+        let mut body = match changed {
+            true => encoded.clone(),
+            false => Vec::new(),
+        };
+        let root_len = body.len() as u64;
+        let mut pieces = Vec::new();
+        for piece in &self.pending {
+            pieces.push(PartPiece {
+                sequence: piece.sequence,
+                offset: piece.offset,
+                len: piece.bytes.len() as u64,
+            });
+            body.extend_from_slice(&piece.bytes);
+            if piece.offset == 0 {
+                after.segments.push((piece.sequence, at));
+            }
+            after.rewind_marks.extend(&piece.rewind_marks);
+            after.last = piece.last;
+            after.end = Some(piece.end);
+        }
+        after.settle(root);
+        if changed {
+            (after.root, after.root_at) = (encoded, at);
+        }
+        let first = self.pending.first().map(|piece| piece.first.into());
+        let header = PartHeader {
+            at,
+            writer: self.claim.writer.clone(),
+            first,
+            last: after.last.into(),
+            pieces,
+            end: after.end.map(Into::into),
+            root_len,
+            root_at: after.root_at,
+            segments: after.segments.clone(),
+            rewind_marks: after.rewind_marks.clone(),
+            made_us: now_us(),
+        };
+        after.next = at.next();
+        Ok(Some(Attempt {
+            object: Bytes::from(object::seal(&header, &body)?),
+            pieces: self.pending.len(),
+            after,
+        }))
+    }
+
+    /// Stops if somebody else has claimed the archive.
+    fn keep_claim(&mut self) -> Result<()> {
+        let since = self.checked.elapsed();
+        if self.unchecked && since >= BUSY_CHECK || since >= IDLE_CHECK {
+            self.archive
+                .block_on(epoch::refuse_later(self.archive, self.claim.epoch))?;
+            (self.checked, self.unchecked) = (Instant::now(), false);
+        }
+        Ok(())
+    }
+
+    fn is_copied(&self) -> bool {
+        matches!(&self.base, Base::Copying(copy) if copy.ended.is_some())
+    }
+
+    /// Copies a few chunks, or begins a copy if one is due.
+    fn copy_base(&mut self, root: LogRoot) -> Result<()> {
+        let due = match &self.base {
+            Base::None => true,
+            Base::Copying(_) => false,
+            Base::Done { made_us, .. } => {
+                let age = Duration::from_micros(now_us().saturating_sub(*made_us));
+                self.options.base_every.is_some_and(|every| age >= every)
+            }
+        };
+        if due {
+            // The images are exact with the log from the segment that has the first record which
+            // they lack. That must be in the archive.
+            let first = self.first_needed(&root);
+            let Some((sequence, part)) = first else {
+                return self
+                    .begin_anew("the archive lacks the beginning of the log".to_owned())
+                    .map(drop);
+            };
+            self.base = Base::Copying(Box::new(BaseCopy::new(root, part, sequence)?));
+        }
+        if let Base::Copying(copy) = &mut self.base
+            && copy.ended.is_none()
+            && copy.step(self.archive, &mut self.chunks)?
+        {
+            let ended = LogRoot::read(&self.log_dir)?;
+            refuse_spilled(&ended)?;
+            copy.ended = Some(ended);
+        }
+        Ok(())
+    }
+
+    /// The first segment that this root needs, and the part in which it begins.
+    fn first_needed(&self, root: &LogRoot) -> Option<(u64, Place)> {
+        let mut segments = self.state.segments.iter();
+        let first = segments.find(|(sequence, _)| *sequence >= root.first_sequence());
+        match first {
+            Some(first) => Some(*first),
+            // The log has no segment that counts: the next one to come.
+            None if self.state.last.lsn <= root.checkpoint_lsn() => {
+                Some((root.first_sequence(), self.newest_part()))
+            }
+            None => None,
+        }
+    }
+
+    /// The newest part. Each epoch has one, with a root, before there is a base.
+    fn newest_part(&self) -> Place {
+        let next = self.state.next;
+        Place {
+            number: next.number.saturating_sub(1).max(1),
+            ..next
+        }
+    }
+
+    /// The oldest state to which images lead that have no record after this LSN.
+    fn exact(&self, images_lsn: u64) -> Commit {
+        let mut batches = self.batches.iter();
+        let batch = batches.find(|batch| batch.lsn >= images_lsn);
+        Commit {
+            lsn: images_lsn.min(self.state.last.lsn),
+            ..*batch.unwrap_or(&self.state.last)
+        }
+    }
+
+    fn publish_base(&mut self) -> Result<()> {
+        let Base::Copying(copy) = &self.base else {
+            return Ok(());
+        };
+        let Some(ended) = &copy.ended else {
+            return Ok(());
+        };
+        let at = Place {
+            epoch: self.claim.epoch,
+            number: self.next_base,
+        };
+        let exact = self.exact(ended.horizon_lsn());
+        let header = BaseHeader {
+            at,
+            writer: self.claim.writer.clone(),
+            first_part: copy.first_part,
+            first_sequence: copy.first_sequence,
+            images_lsn: ended.horizon_lsn(),
+            exact_part: self.newest_part(),
+            exact: exact.into(),
+            chunk_bytes: crate::base::CHUNK_BYTES,
+            images: copy.images(),
+            made_us: now_us(),
+        };
+        let name = layout::base(at);
+        let object = Bytes::from(object::seal(&header, &copy.root.encode())?);
+        match self.archive.block_on(self.archive.create(&name, &object))? {
+            Created::Done => {}
+            // Our own of an attempt before: as good.
+            Created::Taken(found) => {
+                let (found, _) = object::open::<BaseHeader>(&name, &found)?;
+                if found.writer != header.writer {
+                    return Err(Error::damaged(&name, "another writer has created it"));
+                }
+            }
+        }
+        self.next_base += 1;
+        self.base = Base::Done {
+            root: Box::new(copy.root.clone()),
+            made_us: header.made_us,
+        };
+        self.batches = Vec::new();
+        Ok(())
+    }
+
+    /// Goes on with a new epoch that follows nothing.
+    fn begin_anew(&mut self, why: String) -> Result<Tick> {
+        let root = LogRoot::read(&self.log_dir)?;
+        let claim = Claim {
+            epoch: self.claim.epoch + 1,
+            after: None,
+            made_us: now_us(),
+            ..self.claim.clone()
+        };
+        self.archive.block_on(epoch::claim(self.archive, &claim))?;
+        let next = Place {
+            epoch: claim.epoch,
+            number: 1,
+        };
+        self.claim = claim;
+        self.follower = LogFollower::new(&self.log_dir, &root);
+        self.pending.clear();
+        self.pending_bytes = 0;
+        self.attempt = None;
+        self.state = State::new(next, &root);
+        self.base = Base::None;
+        self.batches = Vec::new();
+        self.next_base = 1;
+        self.why_base = Some(why);
+        Ok(Tick {
+            last: self.state.last,
+            records: 0,
+            log_bytes: 0,
+            caught_up: false,
+            base: None,
+            restorable: false,
+        })
+    }
+}
+
+impl State {
+    fn new(next: Place, root: &LogRoot) -> Self {
+        Self {
+            next,
+            last: root.checkpoint(),
+            end: None,
+            segments: Vec::new(),
+            rewind_marks: Vec::new(),
+            root: Vec::new(),
+            root_at: next,
+        }
+    }
+
+    /// Forgets what the log needs no more, or what is known now. The root was read after the
+    /// pieces.
+    fn settle(&mut self, root: &LogRoot) {
+        let first = root.first_sequence();
+        self.segments.retain(|(sequence, _)| *sequence >= first);
+        let (rewinds, checkpoint) = (root.rewinds(), root.checkpoint_lsn());
+        self.rewind_marks
+            .retain(|lsn| !rewinds.contains(lsn) && *lsn > checkpoint);
+    }
+}
+
+/// The end of the archive's newest line.
+struct End {
+    header: PartHeader,
+    /// The root of the newest base images on the line, when their copy began; and when it ended.
+    base: Option<(LogRoot, u64)>,
+}
+
+/// An uploader goes on behind this part.
+struct Resumed {
+    after: Place,
+    follower: LogFollower,
+    first: Option<LogPiece>,
+    state: State,
+    base: Option<(LogRoot, u64)>,
+}
+
+impl End {
+    /// Finds the end, and the chunks of the newest base images.
+    async fn find(
+        archive: &Archive,
+        catalog: &Catalog,
+        chunks: &mut HashSet<String>,
+    ) -> Result<Option<Self>> {
+        let lines = catalog.lines();
+        let Some(line) = lines.first() else {
+            return Ok(None);
+        };
+        let base = newest_base(archive, catalog, line, chunks).await?;
+        let Some(end) = line.end() else {
+            return Ok(None);
+        };
+        let (header, _) = read_part(archive, end).await?;
+        Ok(Some(Self { header, base }))
+    }
+
+    /// Goes on behind the end, or says why not.
+    fn resume(
+        self,
+        log_dir: &Path,
+        root: &LogRoot,
+        next: Place,
+    ) -> Result<std::result::Result<Resumed, Option<String>>> {
+        let header = self.header;
+        if let Some((base, _)) = &self.base
+            && let Some(why) = root.why_other_images(base)
+        {
+            return Ok(Err(Some(why)));
+        }
+        let place: Option<LogPlace> = header.end.map(Into::into);
+        let Some(place) = place else {
+            return Ok(Err(None));
+        };
+        let mut follower = LogFollower::resume(log_dir, root, place);
+        let first = match follower.step(PART_BYTES)? {
+            FollowStep::Piece(piece) => Some(piece),
+            FollowStep::CaughtUp => None,
+            FollowStep::Lost(why) => return Ok(Err(Some(why))),
+        };
+        Ok(Ok(Resumed {
+            after: header.at,
+            follower,
+            first,
+            state: State {
+                next,
+                last: header.last.into(),
+                end: Some(place),
+                segments: header.segments,
+                rewind_marks: header.rewind_marks,
+                // Each epoch has a root of its own.
+                root: Vec::new(),
+                root_at: next,
+            },
+            base: self.base,
+        }))
+    }
+}
+
+async fn newest_base(
+    archive: &Archive,
+    catalog: &Catalog,
+    line: &Line,
+    chunks: &mut HashSet<String>,
+) -> Result<Option<(LogRoot, u64)>> {
+    for &at in catalog.bases.iter().rev() {
+        let (header, root) = read_base(archive, at).await?;
+        if chunks.is_empty() {
+            let images = header.images.iter();
+            chunks.extend(images.flat_map(|image| image.chunks.iter().flatten().cloned()));
+        }
+        if line.has(header.first_part) && line.has(header.exact_part) {
+            return Ok(Some((LogRoot::decode(&root)?, header.made_us)));
+        }
+    }
+    Ok(None)
+}
+
+/// Makes sure that the archive is this log's.
+async fn claim_log(archive: &Archive, root: &LogRoot) -> Result<()> {
+    let own = ArchivedLog {
+        format: object::VERSION,
+        log: root.log(),
+    };
+    let text = serde_json::to_vec_pretty(&own);
+    let text = text.map_err(|error| Error::new(ErrorKind::InvalidInput, error.to_string()))?;
+    let Created::Taken(found) = archive.create(layout::LOG, &Bytes::from(text)).await? else {
+        return Ok(());
+    };
+    let found: ArchivedLog =
+        serde_json::from_slice(&found).map_err(|error| Error::damaged(layout::LOG, error))?;
+    if found == own {
+        return Ok(());
+    }
+    let shown = archive.shown();
+    let (theirs, log) = (found.log, own.log);
+    let message = match found.format == own.format {
+        true => format!(
+            "{shown}: the archive of log {theirs}, and this is log {log}; give each log an archive of its own"
+        ),
+        false => format!(
+            "{shown}: archive format version {}; this program knows version {}",
+            found.format, own.format
+        ),
+    };
+    Err(Error::new(ErrorKind::InvalidInput, message))
+}
+
+/// A random number, in hex.
+fn random() -> Result<String> {
+    let read = || {
+        let mut bytes = [0; 16];
+        std::io::Read::read_exact(&mut std::fs::File::open("/dev/urandom")?, &mut bytes)?;
+        Ok(bytes)
+    };
+    let bytes: [u8; 16] =
+        read().map_err(|error| Error::local("read", Path::new("/dev/urandom"), error))?;
+    Ok(bytes.iter().map(|byte| format!("{byte:02x}")).collect())
+}
+
+/// This machine and process, for people.
+fn owner() -> String {
+    let host = std::fs::read_to_string("/proc/sys/kernel/hostname").unwrap_or_default();
+    let host = match host.trim() {
+        "" => "a machine without a name",
+        host => host,
+    };
+    format!("process {} on {host}", std::process::id())
+}
+
+/// Now, in microseconds since 1970.
+pub(crate) fn now_us() -> u64 {
+    let passed = SystemTime::now().duration_since(UNIX_EPOCH);
+    passed.map_or(0, |passed| passed.as_micros() as u64)
+}

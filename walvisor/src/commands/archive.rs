@@ -1,0 +1,405 @@
+//! `walvisor archive`: a log in an object store, and back.
+
+use std::path::PathBuf;
+use std::time::{Duration, Instant};
+
+use clap::{Args, Subcommand};
+use serde_json::{Value, json};
+use walvisor_archive::{
+    Archive, ArchiveUrl, ErrorKind, Restored, Tick, UploadOptions, Uploader, restore, survey,
+    verify,
+};
+use walvisor_storage::{Commit, Point, Retention};
+
+use super::CommandError;
+use super::disk::print;
+use crate::point::time_text;
+use crate::progress::with_bar;
+use crate::size::human_size;
+
+/// Arguments of `walvisor archive`.
+#[derive(Debug, Args)]
+pub struct ArchiveArguments {
+    #[command(subcommand)]
+    action: ArchiveAction,
+}
+
+/// What to do with an archive.
+#[derive(Debug, Subcommand)]
+enum ArchiveAction {
+    /// Copy a log and the images of its disks to an archive, whether or not they are in use.
+    /// Another push goes on where the last one ended.
+    Push {
+        /// The log directory.
+        log: PathBuf,
+        /// The archive: s3://BUCKET/PREFIX[?endpoint=URL&region=NAME] or file:///DIRECTORY.
+        url: ArchiveUrl,
+        /// Go on with what the log gets, until the process is ended.
+        #[arg(long)]
+        follow: bool,
+        /// With --follow, how often to send what is new, such as 1s or 500ms.
+        #[arg(long, value_name = "TIME", value_parser = time, default_value = "1s")]
+        interval: Duration,
+        /// Copy the images again after this time: a restore then needs less of the log. Chunks that
+        /// have not changed are not sent again.
+        #[arg(long, value_name = "TIME", value_parser = time, default_value = "24h")]
+        base_every: Duration,
+        /// Print JSON: one object per line, whenever something was sent.
+        #[arg(long)]
+        json: bool,
+    },
+    /// Show which points of which disks an archive has.
+    Status {
+        /// The archive.
+        url: ArchiveUrl,
+        /// Print JSON.
+        #[arg(long)]
+        json: bool,
+    },
+    /// Bring back all disks of an archived log, and the log, in a new directory. Say it again if it
+    /// was ended too early.
+    Restore {
+        /// The archive.
+        url: ArchiveUrl,
+        /// The directory to make.
+        dir: PathBuf,
+        #[command(flatten)]
+        at: At,
+        /// Print JSON.
+        #[arg(long)]
+        json: bool,
+    },
+    /// Fetch and check everything that a restore needs, without writing it anywhere.
+    Verify {
+        /// The archive.
+        url: ArchiveUrl,
+        #[command(flatten)]
+        at: At,
+        /// Print JSON.
+        #[arg(long)]
+        json: bool,
+    },
+}
+
+/// A point of the log's history.
+#[derive(Clone, Copy, Debug, Args)]
+struct At {
+    /// As of this point: cid:N, lsn:N, snapshot:NAME, time:2026-11-22T12:03:00Z, a time before now,
+    /// such as -15m, or newest.
+    #[arg(
+        long,
+        value_name = "AT",
+        allow_hyphen_values = true,
+        default_value = "newest"
+    )]
+    at: Point,
+}
+
+/// A time such as 1s or 24h.
+fn time(text: &str) -> Result<Duration, String> {
+    match text.parse() {
+        Ok(Retention::Time(time)) if !time.is_zero() => Ok(time),
+        _ => Err("give a time such as 500ms, 1s or 24h".to_owned()),
+    }
+}
+
+impl From<walvisor_archive::Error> for CommandError {
+    fn from(error: walvisor_archive::Error) -> Self {
+        Self::failed(error)
+    }
+}
+
+/// Carries out `walvisor archive`.
+///
+/// # Errors
+/// One line: what, where, what to do.
+pub fn run(arguments: &ArchiveArguments) -> Result<(), CommandError> {
+    match &arguments.action {
+        ArchiveAction::Push {
+            log,
+            url,
+            follow,
+            interval,
+            base_every,
+            json,
+        } => {
+            let options = UploadOptions {
+                base_every: Some(*base_every),
+            };
+            let archive = Archive::open(url)?;
+            match follow {
+                false => push(&archive, log, options, *json),
+                true => follow_log(&archive, log, &options, *interval, *json),
+            }
+        }
+        ArchiveAction::Status { url, json } => status(&Archive::open(url)?, *json),
+        ArchiveAction::Restore { url, dir, at, json } => {
+            let archive = Archive::open(url)?;
+            let done = with_bar("restoring", |progress| {
+                restore(&archive, dir, at.at, progress)
+            })?;
+            report_restored(&done, *json);
+            Ok(())
+        }
+        ArchiveAction::Verify { url, at, json } => {
+            let archive = Archive::open(url)?;
+            let done = with_bar("verifying", |progress| verify(&archive, at.at, progress))?;
+            report_verified(&done, *json);
+            Ok(())
+        }
+    }
+}
+
+/// Sends all that the log has now.
+fn push(
+    archive: &Archive,
+    log: &std::path::Path,
+    options: UploadOptions,
+    json: bool,
+) -> Result<(), CommandError> {
+    let begun = Instant::now();
+    let mut uploader = Uploader::new(archive, log, options)?;
+    let last = with_bar("archiving", |progress| {
+        loop {
+            let tick = uploader.tick()?;
+            warn_anew(&mut uploader);
+            if let Some(base) = tick.base {
+                progress(base.passed, base.total);
+            } else if tick.caught_up && tick.restorable {
+                return Ok::<_, CommandError>(tick.last);
+            }
+        }
+    })?;
+    let traffic = archive.traffic();
+    if json {
+        let mut line = point_json(last);
+        line["epoch"] = uploader.epoch().into();
+        line["sent_bytes"] = traffic.sent_bytes.into();
+        line["requests"] = (traffic.reads + traffic.writes + traffic.lists).into();
+        line["seconds"] = begun.elapsed().as_secs_f64().into();
+        print(format_args!("{line}\n"));
+    } else {
+        print(format_args!(
+            "{}: has the disks as of {}; sent {} in {:.1} s\n",
+            archive.shown(),
+            point_text(last),
+            human_size(traffic.sent_bytes),
+            begun.elapsed().as_secs_f64(),
+        ));
+    }
+    Ok(())
+}
+
+/// How long to wait before the store is tried again, at most.
+const LONGEST_WAIT: Duration = Duration::from_secs(30);
+
+/// Sends what the log gets, until something fails that will not mend itself.
+fn follow_log(
+    archive: &Archive,
+    log: &std::path::Path,
+    options: &UploadOptions,
+    interval: Duration,
+    json: bool,
+) -> Result<(), CommandError> {
+    let mut wait = interval;
+    let mut uploader = None;
+    loop {
+        let begun = Instant::now();
+        let ticked = match &mut uploader {
+            Some(uploader) => {
+                let ticked = Uploader::tick(uploader);
+                warn_anew(uploader);
+                ticked.map(Some)
+            }
+            None => Uploader::new(archive, log, options.clone()).map(|new| {
+                uploader = Some(new);
+                None
+            }),
+        };
+        match ticked {
+            Ok(tick) => {
+                wait = interval;
+                let Some(tick) = tick else { continue };
+                if json && (tick.records > 0 || tick.base.is_some()) {
+                    print(format_args!("{}\n", tick_json(&tick)));
+                }
+                if tick.caught_up && tick.base.is_none() {
+                    std::thread::sleep(interval.saturating_sub(begun.elapsed()));
+                }
+            }
+            Err(error) if error.kind() == ErrorKind::Unavailable => {
+                tracing::warn!("{error}; the archive is behind, and is tried again");
+                std::thread::sleep(wait);
+                wait = (2 * wait).min(LONGEST_WAIT.max(interval));
+            }
+            Err(error) => return Err(error.into()),
+        }
+    }
+}
+
+/// Says why the archive of a log begins anew.
+fn warn_anew(uploader: &mut Uploader<'_>) {
+    if let Some(why) = uploader.take_reason() {
+        let epoch = uploader.epoch();
+        tracing::warn!(
+            "{why}: the archive begins anew with epoch {epoch}, and copies the images; until that has ended, the \
+             newest points can't be restored"
+        );
+    }
+}
+
+fn status(archive: &Archive, json: bool) -> Result<(), CommandError> {
+    let found = survey(archive)?;
+    if json {
+        let spans = found.spans.iter().map(|span| {
+            let bases = span.bases.iter().map(|base| {
+                let mut line = point_json(base.exact);
+                line["made_us"] = base.made_us.into();
+                line["images"] = base
+                    .images
+                    .iter()
+                    .map(|(name, bytes)| json!({ "name": name, "bytes": bytes }))
+                    .collect();
+                line
+            });
+            json!({
+                "epoch": span.epoch,
+                "last": point_json(span.last),
+                "age_us": span.age_us,
+                "bases": bases.collect::<Vec<_>>(),
+            })
+        });
+        let line = json!({
+            "epoch": found.epoch,
+            "owner": found.owner,
+            "log_bytes": found.part_bytes,
+            "spans": spans.collect::<Vec<_>>(),
+        });
+        print(format_args!("{line}\n"));
+        return Ok(());
+    }
+    print(format_args!(
+        "{}: epoch {}, last claimed by {}; {} of log\n",
+        archive.shown(),
+        found.epoch,
+        found.owner,
+        human_size(found.part_bytes)
+    ));
+    for span in &found.spans {
+        let newest = point_text(span.last);
+        let sent = span.age_us as f64 / 1e6;
+        let Some(oldest) = span.bases.first() else {
+            print(format_args!(
+                "  up to {newest}, sent {sent:.1} s ago: no copy of the images is complete yet\n"
+            ));
+            continue;
+        };
+        print(format_args!(
+            "  any point from {} to {newest}, sent {sent:.1} s ago\n",
+            point_text(oldest.exact)
+        ));
+        for base in &span.bases {
+            let images = base.images.iter();
+            let images = images.map(|(name, bytes)| format!("{name} ({})", human_size(*bytes)));
+            print(format_args!(
+                "    images as of {}: {}\n",
+                point_text(base.exact),
+                images.collect::<Vec<_>>().join(", ")
+            ));
+        }
+    }
+    Ok(())
+}
+
+fn report_restored(done: &Restored, json: bool) {
+    if json {
+        let mut line = restored_json(done);
+        line["log"] = json!(done.log_dir);
+        for (line, disk) in line["disks"]
+            .as_array_mut()
+            .into_iter()
+            .flatten()
+            .zip(&done.disks)
+        {
+            line["path"] = json!(disk.path);
+        }
+        return print(format_args!("{line}\n"));
+    }
+    print(format_args!(
+        "the disks as of {}, with {} of log\n",
+        point_text(done.commit),
+        human_size(done.log_bytes)
+    ));
+    for disk in &done.disks {
+        let path = disk.path.display();
+        let log = match walvisor_storage::default_log_dir(&disk.path) == done.log_dir {
+            true => String::new(),
+            false => format!(",log={}", done.log_dir.display()),
+        };
+        print(format_args!(
+            "  {}: --disk path={path}{log}\n",
+            human_size(disk.bytes)
+        ));
+    }
+}
+
+fn report_verified(done: &Restored, json: bool) {
+    if json {
+        return print(format_args!("{}\n", restored_json(done)));
+    }
+    print(format_args!(
+        "right up to {}: {} disks, {} chunks of images, {} of log\n",
+        point_text(done.commit),
+        done.disks.len(),
+        done.chunks,
+        human_size(done.log_bytes)
+    ));
+}
+
+fn restored_json(done: &Restored) -> Value {
+    let mut line = point_json(done.commit);
+    line["log_bytes"] = done.log_bytes.into();
+    line["chunks"] = done.chunks.into();
+    line["disks"] = done
+        .disks
+        .iter()
+        .map(|disk| json!({ "name": disk.path.file_name().map(|name| name.to_string_lossy()), "bytes": disk.bytes }))
+        .collect();
+    line
+}
+
+fn tick_json(tick: &Tick) -> Value {
+    let mut line = point_json(tick.last);
+    line["records"] = tick.records.into();
+    line["log_bytes"] = tick.log_bytes.into();
+    line["caught_up"] = tick.caught_up.into();
+    line["restorable"] = tick.restorable.into();
+    if let Some(base) = tick.base {
+        line["image_bytes_passed"] = base.passed.into();
+        line["image_bytes"] = base.total.into();
+    }
+    line
+}
+
+fn point_json(commit: Commit) -> Value {
+    json!({ "lsn": commit.lsn, "cid": commit.cid, "unix_us": commit.unix_us })
+}
+
+fn point_text(commit: Commit) -> String {
+    match commit.unix_us {
+        0 => commit.to_string(),
+        unix_us => format!("{commit} ({})", time_text(unix_us)),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn times_are_taken_in_words() {
+        assert_eq!(time("500ms"), Ok(Duration::from_millis(500)));
+        assert_eq!(time("24h"), Ok(Duration::from_secs(86_400)));
+        assert!(time("0s").is_err() && time("10G").is_err() && time("soon").is_err());
+    }
+}
