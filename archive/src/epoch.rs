@@ -19,6 +19,8 @@ pub(crate) struct Claim {
     pub writer: String,
     /// Machine and process of the writer, for people.
     pub owner: String,
+    /// The writer's machine.
+    pub host: String,
     /// The last part before this epoch's own; none: the epoch begins with a base of its own.
     pub after: Option<Place>,
     /// When it was claimed, by the writer's clock.

@@ -198,6 +198,7 @@ mod tests {
             epoch,
             writer: String::new(),
             owner: String::new(),
+            host: String::new(),
             after: after.map(place),
             made_us: 0,
         };

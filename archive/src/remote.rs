@@ -5,7 +5,7 @@
 //! answer is settled by reading what is there.
 
 use std::future::Future;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
@@ -339,8 +339,17 @@ fn settled(found: Bytes, wanted: &Bytes) -> Created {
     }
 }
 
+/// An error on one line: of a page of XML that a store has sent only what it is about.
 fn one_line(text: &str) -> String {
-    text.split_whitespace().collect::<Vec<_>>().join(" ")
+    let element = |name: &str| {
+        let (_, rest) = text.split_once(&format!("<{name}>"))?;
+        rest.split_once('<').map(|(value, _)| value)
+    };
+    let told = [element("Code"), element("Message")];
+    let told = told.iter().flatten().copied();
+    let before = text.split("<?xml").next().unwrap_or_default();
+    let words = before.split_whitespace().chain(told);
+    words.collect::<Vec<_>>().join(" ")
 }
 
 fn directory_store(directory: &Path) -> Result<Arc<dyn ObjectStore>> {
@@ -374,6 +383,8 @@ fn s3_store(url: &ArchiveUrl) -> Result<Arc<dyn ObjectStore>> {
     let mut builder = AmazonS3Builder::from_env()
         .with_bucket_name(bucket)
         .with_virtual_hosted_style_request(*virtual_host)
+        // Not all stores have it, and there is nothing to remove in bulk.
+        .with_disable_bulk_delete(true)
         .with_retry(RetryConfig {
             backoff: BackoffConfig::default(),
             max_retries: TRIES,
@@ -415,9 +426,7 @@ struct Keys {
 }
 
 fn keys_of_profile() -> Option<Keys> {
-    let file = std::env::var_os("AWS_SHARED_CREDENTIALS_FILE").map(PathBuf::from);
-    let home = || Some(PathBuf::from(std::env::var_os("HOME")?).join(".aws/credentials"));
-    let text = std::fs::read_to_string(file.or_else(home)?).ok()?;
+    let text = std::fs::read_to_string(ArchiveUrl::keys_file()?).ok()?;
     let profile = std::env::var("AWS_PROFILE").unwrap_or_else(|_| "default".to_owned());
     keys_in(&text, &profile)
 }

@@ -29,18 +29,25 @@ const IDLE_CHECK: Duration = Duration::from_secs(60);
 /// How often one checks that sends parts.
 const BUSY_CHECK: Duration = Duration::from_secs(if cfg!(test) { 0 } else { 1 });
 
+/// How often the log's root may tell of records that are not there before they count as damaged.
+const MOST_MISSING: u32 = 10;
+
 /// How to upload a log.
 #[derive(Clone, Debug)]
 pub struct UploadOptions {
     /// The base images are copied again after this time, so that a restore needs less of the log.
     /// `None`: only where the log needs it.
     pub base_every: Option<Duration>,
+    /// Begin anew although another machine has written the archive since, with records that this
+    /// log does not have.
+    pub take_over: bool,
 }
 
 impl Default for UploadOptions {
     fn default() -> Self {
         Self {
             base_every: Some(Duration::from_secs(24 * 3600)),
+            take_over: false,
         }
     }
 }
@@ -75,6 +82,8 @@ pub struct Uploader<'a> {
     /// Whether a part was sent since.
     unchecked: bool,
     follower: LogFollower,
+    /// How often the root told of records that were not found.
+    missing: u32,
     /// Pieces that were read and are not in the archive yet.
     pending: Vec<LogPiece>,
     pending_bytes: usize,
@@ -154,10 +163,14 @@ impl<'a> Uploader<'a> {
         };
         let newest = catalog.as_ref().and_then(Catalog::newest);
         let epoch = newest.map_or(1, |newest| newest.epoch + 1);
+        let host = host();
+        let stranger = newest.filter(|newest| newest.host != host);
+        let stranger = stranger.map(|newest| newest.owner.clone());
         let mut claim = Claim {
             epoch,
             writer,
-            owner: owner(),
+            owner: format!("process {} on {host}", std::process::id()),
+            host,
             after: None,
             made_us: now_us(),
         };
@@ -188,6 +201,9 @@ impl<'a> Uploader<'a> {
                 (follower, first, state, done, None)
             }
             Err(why) => {
+                if let Some(stranger) = stranger.filter(|_| !options.take_over) {
+                    return Err(not_ours(archive, &stranger));
+                }
                 let follower = LogFollower::new(log_dir, &root);
                 (follower, None, State::new(next, &root), Base::None, why)
             }
@@ -202,6 +218,7 @@ impl<'a> Uploader<'a> {
             checked: Instant::now(),
             unchecked: false,
             follower,
+            missing: 0,
             pending_bytes: pending.as_ref().map_or(0, |piece| piece.bytes.len()),
             pending: pending.into_iter().collect(),
             attempt: None,
@@ -252,6 +269,8 @@ impl<'a> Uploader<'a> {
         self.send(&root)?;
         self.keep_claim()?;
         let caught_up = caught_up && self.pending.is_empty();
+        self.refuse_missing(&root, caught_up)?;
+        let caught_up = caught_up && self.missing == 0;
         // Whatever the log had when the copy ended was read above.
         if caught_up && self.is_copied() {
             self.publish_base()?;
@@ -283,6 +302,7 @@ impl<'a> Uploader<'a> {
                     self.pending.push(piece);
                 }
                 FollowStep::CaughtUp => return Ok(Ok(true)),
+                FollowStep::Waits => return Ok(Ok(false)),
                 FollowStep::Lost(why) => return Ok(Err(why)),
             }
         }
@@ -404,6 +424,29 @@ impl<'a> Uploader<'a> {
             pieces: self.pending.len(),
             after,
         }))
+    }
+
+    /// Fails if the log's root tells of records that can't be read.
+    fn refuse_missing(&mut self, root: &LogRoot, caught_up: bool) -> Result<()> {
+        let (durable, last) = (root.durable_lsn(), self.state.last.lsn);
+        if !caught_up || durable <= last {
+            self.missing = 0;
+            return Ok(());
+        }
+        // The root was read a little later than the log.
+        self.missing += 1;
+        if self.missing < MOST_MISSING {
+            return Ok(());
+        }
+        let dir = self.log_dir.display();
+        Err(Error::new(
+            ErrorKind::Local,
+            format!(
+                "{dir}: damaged: the records from LSN {} to {durable} can't be read, so the archive ends before them; \
+                 'walvisor disk check' tells more",
+                last + 1
+            ),
+        ))
     }
 
     /// Stops if somebody else has claimed the archive.
@@ -645,7 +688,7 @@ impl End {
         let mut follower = LogFollower::resume(log_dir, root, place);
         let first = match follower.step(PART_BYTES)? {
             FollowStep::Piece(piece) => Some(piece),
-            FollowStep::CaughtUp => None,
+            FollowStep::CaughtUp | FollowStep::Waits => None,
             FollowStep::Lost(why) => return Ok(Err(Some(why))),
         };
         Ok(Ok(Resumed {
@@ -728,14 +771,26 @@ fn random() -> Result<String> {
     Ok(bytes.iter().map(|byte| format!("{byte:02x}")).collect())
 }
 
-/// This machine and process, for people.
-fn owner() -> String {
+/// The error for an archive that another machine has gone on with: this one may be a host that
+/// has come back.
+fn not_ours(archive: &Archive, stranger: &str) -> Error {
+    Error::new(
+        ErrorKind::Fenced,
+        format!(
+            "{}: {stranger} has written this archive since, and this log does not go on where it ends; if this log \
+             is the one to archive, add --take-over",
+            archive.shown()
+        ),
+    )
+}
+
+/// This machine's name.
+fn host() -> String {
     let host = std::fs::read_to_string("/proc/sys/kernel/hostname").unwrap_or_default();
-    let host = match host.trim() {
-        "" => "a machine without a name",
-        host => host,
-    };
-    format!("process {} on {host}", std::process::id())
+    match host.trim() {
+        "" => "a machine without a name".to_owned(),
+        host => host.to_owned(),
+    }
 }
 
 /// Now, in microseconds since 1970.

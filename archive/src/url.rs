@@ -30,6 +30,21 @@ pub(crate) enum StorePlace {
 }
 
 impl ArchiveUrl {
+    /// The directory, if the archive is in one.
+    pub fn directory(&self) -> Option<&std::path::Path> {
+        match &self.place {
+            StorePlace::Directory(directory) => Some(directory),
+            StorePlace::S3 { .. } => None,
+        }
+    }
+
+    /// The file with keys for the store that is read where the environment has none.
+    pub fn keys_file() -> Option<PathBuf> {
+        let file = std::env::var_os("AWS_SHARED_CREDENTIALS_FILE").map(PathBuf::from);
+        let home = || Some(PathBuf::from(std::env::var_os("HOME")?).join(".aws/credentials"));
+        file.or_else(home)
+    }
+
     /// What the command line takes, for people.
     pub const FORMS: &str = "s3://BUCKET/PREFIX, with ?endpoint=URL, ?region=NAME and others behind it where needed, or \
          file:///DIRECTORY";

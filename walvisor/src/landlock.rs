@@ -11,8 +11,8 @@
 //! * the files that the command reads,
 //! * the directories that `--disk-dir` names.
 //!
-//! It can't run a program, bind or connect to a port, or reach an abstract socket or process
-//! outside. Files that are already open stay open. Outside `--disk-dir` the process need not make
+//! It can't run a program, bind or connect to a port (except where a command is there to connect),
+//! or reach an abstract socket or process outside. Files that are already open stay open. Outside `--disk-dir` the process need not make
 //! or remove files beside the images: a new log is made before the restriction, and another process
 //! removes the names of sockets.
 //!
@@ -46,6 +46,8 @@ const NEWEST: ABI = ABI::V6;
 #[derive(Default)]
 pub struct AllowedPaths {
     rules: Vec<(PathBuf, BitFlags<AccessFs>)>,
+    /// Whether the process may connect to ports.
+    connects: bool,
 }
 
 impl AllowedPaths {
@@ -75,6 +77,55 @@ impl AllowedPaths {
             places.read(&program);
         }
         places
+    }
+
+    /// What it takes to connect to a server by its name, over TLS: the system's settings, its
+    /// certificates and the libraries that look names up.
+    pub fn connecting() -> Self {
+        let mut places = Self {
+            connects: true,
+            ..Self::default()
+        };
+        let settings = [
+            "/etc",
+            "/usr/lib",
+            "/usr/share/ca-certificates",
+            "/usr/local/share/ca-certificates",
+            "/lib",
+            "/lib64",
+        ];
+        let system = [
+            "/run/systemd/resolve",
+            "/proc/self",
+            "/proc/sys/kernel",
+            "/dev/urandom",
+        ];
+        for path in settings.into_iter().chain(system) {
+            places.read(Path::new(path));
+        }
+        // Where a user says that the certificates are.
+        for name in ["SSL_CERT_FILE", "SSL_CERT_DIR"] {
+            let path = std::env::var_os(name);
+            path.iter().for_each(|path| places.read(Path::new(path)));
+        }
+        if let Ok(program) = std::env::current_exe() {
+            places.read(&program);
+        }
+        places
+    }
+
+    /// Allows making, changing and removing files and directories beneath a directory.
+    pub fn tree(&mut self, path: &Path) {
+        let rights = AccessFs::ReadFile
+            | AccessFs::ReadDir
+            | AccessFs::WriteFile
+            | AccessFs::Truncate
+            | AccessFs::MakeReg
+            | AccessFs::MakeDir
+            | AccessFs::Refer
+            | AccessFs::RemoveFile
+            | AccessFs::RemoveDir;
+        self.rules.push((path.to_owned(), rights));
     }
 
     /// Allows reading a file, or all files in a directory.
@@ -163,10 +214,14 @@ impl AllowedPaths {
     }
 
     fn try_restrict(&self) -> Result<RulesetStatus, RulesetError> {
+        let ports = match self.connects {
+            true => AccessNet::BindTcp.into(),
+            false => AccessNet::from_all(NEWEST),
+        };
         let ruleset = Ruleset::default()
             .set_compatibility(CompatLevel::BestEffort)
             .handle_access(AccessFs::from_all(NEWEST))?
-            .handle_access(AccessNet::from_all(NEWEST))?
+            .handle_access(ports)?
             .scope(Scope::from_all(NEWEST))?
             .create()?;
         let ruleset = self.rules.iter().try_fold(ruleset, add)?;

@@ -144,7 +144,10 @@ fn run(seed: u64) -> u64 {
     let bench = Bench::new(&DISKS, retain[random.below(3) as usize]);
     let faulty = Arc::new(Faulty::new(bench.store.clone(), seed, 4 + random.below(12)));
     let archive = archive_in(faulty.clone());
-    let options = UploadOptions { base_every: None };
+    let options = UploadOptions {
+        base_every: None,
+        ..UploadOptions::default()
+    };
     let log = bench.log();
     let mut history = History {
         random,

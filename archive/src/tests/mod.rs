@@ -287,7 +287,33 @@ fn a_log_that_went_on_without_the_archive_begins_anew_and_the_old_span_stays() {
     }
     write(disk, 0, 9, 1);
     mark(disk);
-    let mut up = uploader(&archive, &bench);
+    // Not if it was another machine that wrote the archive.
+    let claim = object_store::path::Path::from(format!("a/log/{}", layout::epoch(1)));
+    archive.block_on(async {
+        let ours = bench
+            .store
+            .get(&claim)
+            .await
+            .unwrap()
+            .bytes()
+            .await
+            .unwrap();
+        let mut theirs: serde_json::Value = serde_json::from_slice(&ours).unwrap();
+        theirs["host"] = "elsewhere".into();
+        theirs["owner"] = "process 1 on elsewhere".into();
+        let theirs = theirs.to_string().into_bytes();
+        bench.store.put(&claim, theirs.into()).await.unwrap();
+    });
+    let refused = Uploader::new(&archive, &bench.log(), UploadOptions::default()).map(drop);
+    let refused = refused.unwrap_err();
+    assert_eq!(refused.kind(), ErrorKind::Fenced);
+    let told = "process 1 on elsewhere has written this archive since";
+    assert!(refused.to_string().contains(told), "{refused}");
+    let options = UploadOptions {
+        take_over: true,
+        ..UploadOptions::default()
+    };
+    let mut up = Uploader::new(&archive, &bench.log(), options).unwrap();
     assert!(up.take_reason().unwrap().contains("recycled"));
     settle(&mut up);
     assert_eq!(survey(&archive).unwrap().spans.len(), 2);
@@ -326,6 +352,31 @@ fn an_image_that_others_have_written_to_begins_anew() {
     let bytes = bench.bytes_at(&archive, Point::Newest);
     assert_eq!((bytes[0], bytes[512], bytes[1024]), (1, 5, 3));
     assert!(up.epoch() > 1 && up.take_reason().is_some());
+}
+
+#[test]
+fn damage_in_the_log_is_told() {
+    let bench = Bench::new(&["a"], Retention::All);
+    let archive = bench.archive();
+    let store = bench.open(&["a"]);
+    let disk = &store.disks()[0];
+    let mut up = uploader(&archive, &bench);
+    for round in 1..6 {
+        write(disk, round, 0xa0 | round as u8, 1);
+        mark(disk);
+    }
+    store.close().unwrap();
+    let segment = bench.log().join("segment-00000");
+    let mut bytes = std::fs::read(&segment).unwrap();
+    let at = bytes
+        .windows(512)
+        .position(|sector| sector == [0xa3; 512])
+        .unwrap();
+    bytes[at] ^= 1;
+    std::fs::write(&segment, bytes).unwrap();
+    let error = (0..50).find_map(|_| up.tick().err()).expect("an error");
+    assert_eq!(error.kind(), ErrorKind::Local);
+    assert!(error.to_string().contains("can't be read"), "{error}");
 }
 
 #[test]
@@ -562,5 +613,13 @@ fn an_idle_log_sends_nothing() {
         up.tick().unwrap();
     }
     assert_eq!(archive.traffic(), before);
+    // What it knows of the segments by then is not what it goes by later.
+    std::thread::sleep(std::time::Duration::from_millis(1500));
+    for round in 0..200 {
+        up.tick().unwrap();
+        write(&store.disks()[0], round % 8 * 40, round as u8, 40);
+    }
+    let last = mark(&store.disks()[0]);
+    assert_eq!(settle(&mut up).last.lsn, last.lsn);
     store.close().unwrap();
 }

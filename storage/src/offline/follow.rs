@@ -12,8 +12,10 @@
 //! A follower only passes batches on that are on the medium. Then every recovery of the log finds
 //! them, and never another record with one of their LSNs.
 
+use std::collections::HashMap;
 use std::ops::Range;
 use std::path::{Path, PathBuf};
+use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use zerocopy::little_endian::{U32, U64};
 
@@ -36,6 +38,10 @@ const READ_BYTES: usize = 256 << 10;
 /// How often a segment that should have more batches is read again before it counts as damaged. A
 /// write may be under way.
 const MOST_RETRIES: u32 = 10;
+/// A header is read once in so many times even if its file seems not to have changed.
+const LISTS_OF_ALL: u32 = 30;
+/// A file that was last written to so long ago has another time after its next write.
+const SETTLED: Duration = Duration::from_secs(1);
 
 /// A place in a log: behind a batch.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -84,6 +90,8 @@ pub enum FollowStep {
     Piece(LogPiece),
     /// Nothing new.
     CaughtUp,
+    /// The log goes on, but the next batch can't be read yet: it is being written, or damaged.
+    Waits,
     /// The log does not go on at the follower's place, for this reason: what followed it was
     /// recycled, or the log has another past.
     Lost(String),
@@ -98,6 +106,10 @@ pub struct LogFollower {
     /// The segment at the place.
     open: Option<OpenSegment>,
     retries: u32,
+    /// Headers that were read, by path.
+    headers: HashMap<PathBuf, KnownHeader>,
+    /// How often the segments were listed.
+    listed: u32,
 }
 
 /// Where a follower goes on.
@@ -148,6 +160,8 @@ impl LogFollower {
             place,
             open: None,
             retries: 0,
+            headers: HashMap::new(),
+            listed: 0,
         }
     }
 
@@ -167,6 +181,7 @@ impl LogFollower {
             match self.advance()? {
                 Advance::Moved => {}
                 Advance::Nothing => return Ok(FollowStep::CaughtUp),
+                Advance::Waits => return Ok(FollowStep::Waits),
                 Advance::Lost(why) => {
                     let why = format!("{}: {why}", self.dir.display());
                     return Ok(FollowStep::Lost(why));
@@ -177,7 +192,7 @@ impl LogFollower {
 
     /// Goes on to the segment that has the place, or to the next one.
     fn advance(&mut self) -> Result<Advance> {
-        let mut found = found_segments(&self.dir, &self.log)?;
+        let mut found = self.segments()?;
         found.sort_by_key(|found| found.header.sequence.get());
         let place = match self.place {
             FollowerPlace::Start {
@@ -238,7 +253,7 @@ impl LogFollower {
                 // Batches that were appended since this segment was read.
                 self.retries += 1;
                 if self.retries <= MOST_RETRIES {
-                    return Ok(Advance::Nothing);
+                    return Ok(Advance::Waits);
                 } else if next.is_some_and(|next| next.header.previous_sequence.get() == 0) {
                     return Ok(Advance::Lost(format!(
                         "the records after LSN {} were recycled",
@@ -271,6 +286,52 @@ impl LogFollower {
         }
     }
 
+    /// The segment files with valid headers of this log. Reads only those that were written to since
+    /// the last time, so that following a log that gets nothing costs the medium nothing.
+    fn segments(&mut self) -> Result<Vec<FoundSegment>> {
+        self.listed += 1;
+        if self.listed.is_multiple_of(LISTS_OF_ALL) {
+            // A file system may not tell the time of each write.
+            self.headers.clear();
+        }
+        let mut found = Vec::new();
+        for (_, path) in Segment::list(&*files(), &self.dir)? {
+            let header = match self.header(&path) {
+                Err(error) if error.kind() == ErrorKind::NotFound => continue,
+                header => header?,
+            };
+            match header {
+                Some(header) if header.log == self.log => found.push(FoundSegment { path, header }),
+                _ => {}
+            }
+        }
+        Ok(found)
+    }
+
+    /// The header of a segment; `None`: it is not valid, perhaps because it is being written.
+    fn header(&mut self, path: &Path) -> Result<Option<SegmentHeader>> {
+        let failed = |error| Error::io("open the log segment", path, error);
+        let inode = files().open(path, OpenMode::Read).map_err(failed)?.inode();
+        let written = inode.map_err(failed)?.written;
+        if let Some(known) = self
+            .headers
+            .get(path)
+            .filter(|known| known.written == written)
+        {
+            return Ok(known.header);
+        }
+        let file = files().open(path, OpenMode::ReadDirect).map_err(failed)?;
+        let header = segment_header(file.as_ref(), path)?;
+        // Writes that follow each other closely may have the same time.
+        let now = SystemTime::now().duration_since(UNIX_EPOCH);
+        let now = now.map_or(0, |now| now.as_nanos() as u64);
+        if written != 0 && now.saturating_sub(written) > SETTLED.as_nanos() as u64 {
+            let known = KnownHeader { written, header };
+            self.headers.insert(path.to_owned(), known);
+        }
+        Ok(header)
+    }
+
     fn open(&mut self, found: &FoundSegment, chain: Chain) -> Result<Advance> {
         let at = |chain: &Chain| (chain.salt, chain.offset);
         if self
@@ -298,9 +359,17 @@ impl LogFollower {
     }
 }
 
+/// The header of a segment file, as it was read.
+struct KnownHeader {
+    /// When the file was last written to, by its file system.
+    written: u64,
+    header: Option<SegmentHeader>,
+}
+
 enum Advance {
     Moved,
     Nothing,
+    Waits,
     Lost(String),
 }
 
@@ -363,22 +432,6 @@ fn is_header_of(chain: &Chain, bytes: &[u8]) -> bool {
         }
         _ => false,
     }
-}
-
-/// The segment files with valid headers of this log.
-fn found_segments(dir: &Path, log: &Uuid) -> Result<Vec<FoundSegment>> {
-    let mut found = Vec::new();
-    for (_, path) in Segment::list(&*files(), dir)? {
-        let file = match files().open(&path, OpenMode::ReadDirect) {
-            Err(error) if error.kind() == std::io::ErrorKind::NotFound => continue,
-            file => file.map_err(|error| Error::io("open the log segment", &path, error))?,
-        };
-        match segment_header(file.as_ref(), &path)? {
-            Some(header) if header.log == *log => found.push(FoundSegment { path, header }),
-            _ => {}
-        }
-    }
-    Ok(found)
 }
 
 /// The header of a segment; `None`: it is not valid, perhaps because it is being written.

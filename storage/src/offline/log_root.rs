@@ -119,6 +119,11 @@ impl LogRoot {
         self.control.horizon()
     }
 
+    /// The log was durable up to here, perhaps further.
+    pub fn durable_lsn(&self) -> u64 {
+        self.control.durable_lsn.get()
+    }
+
     /// The LSNs of the restores in place that the base images have not passed.
     pub fn rewinds(&self) -> Vec<u64> {
         let rewinds = self.control.rewinds.iter();

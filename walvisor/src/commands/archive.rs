@@ -1,6 +1,6 @@
 //! `walvisor archive`: a log in an object store, and back.
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
 use clap::{Args, Subcommand};
@@ -9,10 +9,11 @@ use walvisor_archive::{
     Archive, ArchiveUrl, ErrorKind, Restored, Tick, UploadOptions, Uploader, restore, survey,
     verify,
 };
-use walvisor_storage::{Commit, Point, Retention};
+use walvisor_storage::{Commit, LogRoot, Point, Retention};
 
 use super::CommandError;
 use super::disk::print;
+use crate::landlock::{AllowedPaths, Landlock};
 use crate::point::time_text;
 use crate::progress::with_bar;
 use crate::size::human_size;
@@ -33,7 +34,7 @@ enum ArchiveAction {
         /// The log directory.
         log: PathBuf,
         /// The archive: s3://BUCKET/PREFIX[?endpoint=URL&region=NAME] or file:///DIRECTORY.
-        url: ArchiveUrl,
+        url: String,
         /// Go on with what the log gets, until the process is ended.
         #[arg(long)]
         follow: bool,
@@ -44,6 +45,13 @@ enum ArchiveAction {
         /// have not changed are not sent again.
         #[arg(long, value_name = "TIME", value_parser = time, default_value = "24h")]
         base_every: Duration,
+        /// Begin anew although another machine has written the archive since, with what this log
+        /// does not have.
+        #[arg(long)]
+        take_over: bool,
+        /// Whether the process gives up the files and ports that it does not need.
+        #[arg(long, value_enum, default_value_t)]
+        landlock: Landlock,
         /// Print JSON: one object per line, whenever something was sent.
         #[arg(long)]
         json: bool,
@@ -51,7 +59,10 @@ enum ArchiveAction {
     /// Show which points of which disks an archive has.
     Status {
         /// The archive.
-        url: ArchiveUrl,
+        url: String,
+        /// Whether the process gives up the files and ports that it does not need.
+        #[arg(long, value_enum, default_value_t)]
+        landlock: Landlock,
         /// Print JSON.
         #[arg(long)]
         json: bool,
@@ -60,11 +71,14 @@ enum ArchiveAction {
     /// was ended too early.
     Restore {
         /// The archive.
-        url: ArchiveUrl,
+        url: String,
         /// The directory to make.
         dir: PathBuf,
         #[command(flatten)]
         at: At,
+        /// Whether the process gives up the files and ports that it does not need.
+        #[arg(long, value_enum, default_value_t)]
+        landlock: Landlock,
         /// Print JSON.
         #[arg(long)]
         json: bool,
@@ -72,9 +86,12 @@ enum ArchiveAction {
     /// Fetch and check everything that a restore needs, without writing it anywhere.
     Verify {
         /// The archive.
-        url: ArchiveUrl,
+        url: String,
         #[command(flatten)]
         at: At,
+        /// Whether the process gives up the files and ports that it does not need.
+        #[arg(long, value_enum, default_value_t)]
+        landlock: Landlock,
         /// Print JSON.
         #[arg(long)]
         json: bool,
@@ -121,28 +138,55 @@ pub fn run(arguments: &ArchiveArguments) -> Result<(), CommandError> {
             follow,
             interval,
             base_every,
+            take_over,
+            landlock,
             json,
         } => {
             let options = UploadOptions {
                 base_every: Some(*base_every),
+                take_over: *take_over,
             };
-            let archive = Archive::open(url)?;
+            let url = address(url)?;
+            let mut places = places_of(&url, true);
+            places.read(log);
+            for image in LogRoot::read(log)?.images() {
+                // And those of disks that come to the log later.
+                places.read(image.path.parent().unwrap_or(&image.path));
+                places.read(&image.path);
+            }
+            places.restrict(*landlock);
+            let archive = Archive::open(&url)?;
             match follow {
                 false => push(&archive, log, options, *json),
                 true => follow_log(&archive, log, &options, *interval, *json),
             }
         }
-        ArchiveAction::Status { url, json } => status(&Archive::open(url)?, *json),
-        ArchiveAction::Restore { url, dir, at, json } => {
-            let archive = Archive::open(url)?;
+        ArchiveAction::Status {
+            url,
+            landlock,
+            json,
+        } => status(&opened(url, None, *landlock)?, *json),
+        ArchiveAction::Restore {
+            url,
+            dir,
+            at,
+            landlock,
+            json,
+        } => {
+            let archive = opened(url, Some(dir), *landlock)?;
             let done = with_bar("restoring", |progress| {
                 restore(&archive, dir, at.at, progress)
             })?;
             report_restored(&done, *json);
             Ok(())
         }
-        ArchiveAction::Verify { url, at, json } => {
-            let archive = Archive::open(url)?;
+        ArchiveAction::Verify {
+            url,
+            at,
+            landlock,
+            json,
+        } => {
+            let archive = opened(url, None, *landlock)?;
             let done = with_bar("verifying", |progress| verify(&archive, at.at, progress))?;
             report_verified(&done, *json);
             Ok(())
@@ -150,10 +194,48 @@ pub fn run(arguments: &ArchiveArguments) -> Result<(), CommandError> {
     }
 }
 
+/// The address in an argument. Clap would repeat it, and it may have a key where none belongs.
+fn address(url: &str) -> Result<ArchiveUrl, CommandError> {
+    let parsed = url.parse();
+    parsed.map_err(|error: walvisor_archive::Error| CommandError::Usage(error.to_string()))
+}
+
+/// Opens an archive to read it. `dir`: the directory that a restore makes.
+fn opened(url: &str, dir: Option<&Path>, landlock: Landlock) -> Result<Archive, CommandError> {
+    let url = address(url)?;
+    let mut places = places_of(&url, false);
+    if let Some(dir) = dir {
+        let made = std::fs::create_dir_all(dir);
+        made.map_err(|error| {
+            CommandError::Failed(format!(
+                "{}: can't make the directory: {error}",
+                dir.display()
+            ))
+        })?;
+        places.tree(dir);
+    }
+    places.restrict(landlock);
+    Ok(Archive::open(&url)?)
+}
+
+/// What a process may reach that uses an archive.
+fn places_of(url: &ArchiveUrl, to_write: bool) -> AllowedPaths {
+    let mut places = AllowedPaths::connecting();
+    if let Some(keys) = ArchiveUrl::keys_file() {
+        places.read(&keys);
+    }
+    match url.directory() {
+        Some(directory) if to_write => places.tree(directory),
+        Some(directory) => places.read(directory),
+        None => {}
+    }
+    places
+}
+
 /// Sends all that the log has now.
 fn push(
     archive: &Archive,
-    log: &std::path::Path,
+    log: &Path,
     options: UploadOptions,
     json: bool,
 ) -> Result<(), CommandError> {
@@ -167,6 +249,9 @@ fn push(
                 progress(base.passed, base.total);
             } else if tick.caught_up && tick.restorable {
                 return Ok::<_, CommandError>(tick.last);
+            } else if tick.log_bytes == 0 {
+                // A batch is being written.
+                std::thread::sleep(Duration::from_millis(50));
             }
         }
     })?;
@@ -196,7 +281,7 @@ const LONGEST_WAIT: Duration = Duration::from_secs(30);
 /// Sends what the log gets, until something fails that will not mend itself.
 fn follow_log(
     archive: &Archive,
-    log: &std::path::Path,
+    log: &Path,
     options: &UploadOptions,
     interval: Duration,
     json: bool,
@@ -223,7 +308,7 @@ fn follow_log(
                 if json && (tick.records > 0 || tick.base.is_some()) {
                     print(format_args!("{}\n", tick_json(&tick)));
                 }
-                if tick.caught_up && tick.base.is_none() {
+                if (tick.caught_up || tick.log_bytes == 0) && tick.base.is_none() {
                     std::thread::sleep(interval.saturating_sub(begun.elapsed()));
                 }
             }

@@ -1,0 +1,298 @@
+//! `walvisor archive`: a log that goes to a store over HTTP, a host that dies, disks that come back
+//! elsewhere.
+
+mod s3;
+
+use std::fs;
+use std::path::Path;
+use std::process::{Command, Output, Stdio};
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use s3::S3;
+use walvisor_testkit::nbd::RawClient;
+use walvisor_testkit::process::{Limited, create, foreign, program, succeed, text};
+use walvisor_testkit::{Daemon, Process, Random, wait_until};
+
+const BLOCK: usize = 4096;
+const BLOCKS: u64 = 64;
+
+/// `walvisor archive` in `dir`, with the words of `arguments` and keys for the store.
+fn archive(dir: &Path, arguments: &str) -> Command {
+    let mut command = foreign(dir, program());
+    command.arg("archive").args(arguments.split_whitespace());
+    with_keys(&mut command);
+    command
+}
+
+fn with_keys(command: &mut Command) {
+    command
+        .env("AWS_ACCESS_KEY_ID", "key")
+        .env("AWS_SECRET_ACCESS_KEY", "secret");
+    command.env("AWS_REGION", "here");
+}
+
+fn output(command: &mut Command) -> Output {
+    command.output().expect("timeout(1) starts")
+}
+
+#[track_caller]
+fn done(command: &mut Command) -> String {
+    let output = output(command);
+    assert!(output.status.success(), "{}", text(&output.stderr));
+    text(&output.stdout)
+}
+
+#[track_caller]
+fn refused(dir: &Path, arguments: &str) -> (Option<i32>, String) {
+    let output = output(&mut archive(dir, arguments));
+    assert!(!output.status.success(), "{arguments}");
+    let errors = text(&output.stderr);
+    assert_eq!(errors.lines().count(), 1, "{errors}");
+    (output.status.code(), errors)
+}
+
+fn number(line: &str, key: &str) -> u64 {
+    let line: serde_json::Value = serde_json::from_str(line).expect("JSON");
+    line[key]
+        .as_u64()
+        .unwrap_or_else(|| panic!("{key} in {line}"))
+}
+
+/// A push that follows the log, and the newest LSN that it has told.
+struct Follower {
+    process: Process,
+    thread: Option<std::thread::JoinHandle<()>>,
+}
+
+impl Follower {
+    fn start(dir: &Path, url: &str, told: &'static AtomicU64) -> Self {
+        let mut command = Command::new(program());
+        let arguments = ["archive", "push", "disk.img.wal", url, "--follow", "--json"];
+        command
+            .args(arguments)
+            .args(["--interval", "50ms"])
+            .current_dir(dir);
+        with_keys(&mut command);
+        command.stdout(Stdio::piped()).stderr(Stdio::null());
+        let mut process = Process::spawn(&mut command);
+        let lines = Limited(process.stdout.take().expect("a pipe"));
+        let thread = std::thread::spawn(move || {
+            use std::io::BufRead;
+            // A kill may cut the last line.
+            for line in std::io::BufReader::new(lines).lines().map_while(Result::ok) {
+                if line.ends_with('}') && line.contains("\"restorable\":true") {
+                    told.fetch_max(number(&line, "lsn"), Ordering::SeqCst);
+                }
+            }
+        });
+        Self {
+            process,
+            thread: Some(thread),
+        }
+    }
+
+    /// Kills it. What it has told is known then.
+    fn kill(mut self) {
+        let _ = self.process.kill();
+        let _ = self.process.wait();
+        let _ = self.thread.take().map(std::thread::JoinHandle::join);
+    }
+}
+
+/// A client writes blocks one after the other, and flushes after each. The uploader is killed again
+/// and again, and the store fails. Then the host is gone.
+#[test]
+fn what_was_told_to_be_archived_comes_back_elsewhere() {
+    static TOLD: AtomicU64 = AtomicU64::new(0);
+    let store = S3::start("bucket");
+    let url = store.url("bucket/logs/one");
+    let place = tempfile::tempdir().unwrap();
+    let (home, elsewhere) = (place.path().join("home"), place.path().join("elsewhere"));
+    fs::create_dir(&home).unwrap();
+    fs::create_dir(&elsewhere).unwrap();
+    create(&home, "disk.img", "1M --retain 1h");
+    let daemon = Daemon::start(&home, "--disk path=disk.img,socket=nbd.sock");
+    let mut client = RawClient::extended(&home.join("nbd.sock"));
+    let mut random = Random(1);
+    let mut written = 0_u64;
+    store.fail_one_in(15);
+    for _ in 0..8 {
+        let follower = Follower::start(&home, &url, &TOLD);
+        let enough = TOLD.load(Ordering::SeqCst) + 30 + random.below(40);
+        wait_until("the archive to grow", || {
+            written += 1;
+            let block = [&written.to_le_bytes()[..], &[written as u8; BLOCK - 8]].concat();
+            client.write(written, written % BLOCKS * BLOCK as u64, &block);
+            client.flush(written);
+            TOLD.load(Ordering::SeqCst) >= enough
+        });
+        follower.kill();
+    }
+    daemon.kill();
+    fs::remove_dir_all(&home).unwrap();
+    store.fail_one_in(0);
+
+    let told = TOLD.load(Ordering::SeqCst);
+    let checked = done(&mut archive(&elsewhere, &format!("verify {url} --json")));
+    let restored = done(&mut archive(
+        &elsewhere,
+        &format!("restore {url} back --json"),
+    ));
+    assert_eq!(number(&checked, "lsn"), number(&restored, "lsn"));
+    let newest = number(&restored, "lsn");
+    println!(
+        "{written} commits, {told} told, {newest} restored, {} faults",
+        store.faults()
+    );
+    // Each write is a record, and nothing else is.
+    assert!(
+        (told..=written).contains(&newest),
+        "{told} {newest} {written}"
+    );
+    for at in (1..=20).map(|round| newest * round / 20) {
+        let back = format!("at-{at}");
+        done(&mut archive(
+            &elsewhere,
+            &format!("restore {url} {back} --at lsn:{at}"),
+        ));
+        succeed(
+            &elsewhere,
+            &format!("disk export {back}/disk.img {back}.raw"),
+        );
+        let bytes = fs::read(elsewhere.join(format!("{back}.raw"))).unwrap();
+        for block in 0..BLOCKS {
+            // The newest write to this block up to there.
+            let wanted = (1..=at)
+                .rev()
+                .take(BLOCKS as usize)
+                .find(|n| n % BLOCKS == block);
+            let found = bytes[block as usize * BLOCK..][..8].try_into().unwrap();
+            let found = u64::from_le_bytes(found);
+            assert_eq!(found, wanted.unwrap_or(0), "block {block} as of lsn:{at}");
+        }
+        fs::remove_dir_all(elsewhere.join(&back)).unwrap();
+    }
+    // It is a disk, with a log that goes on.
+    let daemon = Daemon::start(&elsewhere, "--disk path=back/disk.img,socket=nbd.sock");
+    let mut client = RawClient::extended(&elsewhere.join("nbd.sock"));
+    client.write(1, 0, &[7; BLOCK]);
+    client.flush(2);
+    drop(client);
+    daemon.stop();
+    let pushed = done(&mut archive(
+        &elsewhere,
+        &format!("push back/disk.img.wal {url} --json"),
+    ));
+    assert_eq!(number(&pushed, "lsn"), newest + 1);
+    let shown = done(&mut archive(&elsewhere, &format!("status {url}")));
+    assert!(
+        shown.contains("any point from lsn:") && shown.contains("disk.img (1 MiB)"),
+        "{shown}"
+    );
+}
+
+#[test]
+fn a_second_uploader_ends_the_first_one_with_a_line_that_says_who_has_it() {
+    let store = S3::start("bucket");
+    let url = store.url("bucket/a");
+    let dir = tempfile::tempdir().unwrap();
+    create(dir.path(), "disk.img", "1M");
+    let mut command = archive(
+        dir.path(),
+        &format!("push disk.img.wal {url} --follow --interval 20ms"),
+    );
+    let mut first = Process::spawn(command.stdout(Stdio::piped()).stderr(Stdio::piped()));
+    wait_until("the first uploader's base", || {
+        let shown = output(&mut archive(dir.path(), &format!("status {url} --json")));
+        text(&shown.stdout).contains("\"images\"")
+    });
+    done(&mut archive(
+        dir.path(),
+        &format!("push disk.img.wal {url}"),
+    ));
+    // It checks when it has something to send.
+    let daemon = Daemon::start(dir.path(), "--disk path=disk.img,socket=nbd.sock");
+    RawClient::extended(&dir.path().join("nbd.sock")).write(1, 0, &[1; 512]);
+    daemon.stop();
+    let status = first.wait().unwrap();
+    let errors = first.errors();
+    assert_eq!(status.code(), Some(1), "{errors}");
+    assert!(
+        errors.contains("writes this archive now (epoch 2)"),
+        "{errors}"
+    );
+}
+
+#[test]
+fn what_can_not_be_done_is_said_in_one_line() {
+    let dir = tempfile::tempdir().unwrap();
+    let dir = dir.path();
+    create(dir, "disk.img", "1M");
+    let place = dir.join("archive");
+    let url = format!("file://{}", place.display());
+    for (arguments, status, told) in [
+        ("push disk.img.wal http://x/y", 2, "s3:// or file://"),
+        (
+            "push disk.img.wal s3://k:secret@b/y",
+            2,
+            "AWS_ACCESS_KEY_ID",
+        ),
+        ("push disk.img.wal file:///nowhere/at/all", 1, "mkdir -p"),
+        (
+            "push disk.img.wal URL --interval 0s",
+            2,
+            "give a time such as",
+        ),
+        ("status URL", 1, "mkdir -p"),
+    ] {
+        let (code, errors) = refused(dir, &arguments.replace("URL", &url));
+        assert_eq!(code, Some(status), "{errors}");
+        assert!(
+            errors.contains(told) && !errors.contains("secret"),
+            "{errors}"
+        );
+    }
+    fs::create_dir(&place).unwrap();
+    for (arguments, told) in [
+        ("push disk.img URL", "this is not a log"),
+        ("status URL", "no archive of a log"),
+        ("restore URL back", "no archive of a log"),
+        ("verify URL", "no archive of a log"),
+    ] {
+        let (code, errors) = refused(dir, &arguments.replace("URL", &url));
+        assert_eq!(code, Some(1), "{errors}");
+        assert!(errors.contains(told), "{errors}");
+    }
+    let pushed = done(&mut archive(dir, &format!("push disk.img.wal {url}")));
+    assert!(pushed.contains("has the disks as of lsn:0"), "{pushed}");
+    let (_, errors) = refused(dir, &format!("restore {url} back --at cid:900"));
+    assert!(
+        errors.contains("nothing in the archive leads to cid:900; it reaches from"),
+        "{errors}"
+    );
+    let (_, errors) = refused(dir, &format!("restore {url} ."));
+    assert!(errors.contains("the directory is not empty"), "{errors}");
+    done(&mut archive(dir, &format!("restore {url} back")));
+    let bytes = succeed(dir, "disk info back/disk.img --json");
+    assert_eq!(number(&bytes, "size_bytes"), 1 << 20);
+}
+
+/// Keys are never shown, and a store that is away is named.
+#[test]
+fn a_store_that_does_not_answer_is_named() {
+    let dir = tempfile::tempdir().unwrap();
+    create(dir.path(), "disk.img", "1M");
+    // Nobody listens where this one did.
+    let url = S3::start("bucket").url("bucket/a");
+    let store = S3::start("bucket");
+    let missing = store.url("another/a");
+    for (url, told) in [(url, "can't read probes/"), (missing, "NoSuchBucket")] {
+        let (code, errors) = refused(dir.path(), &format!("push disk.img.wal {url}"));
+        assert_eq!(code, Some(1));
+        assert!(
+            errors.contains(told) && !errors.contains("secret"),
+            "{errors}"
+        );
+        assert!(errors.len() < 600, "{errors}");
+    }
+}
