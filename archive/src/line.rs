@@ -8,6 +8,8 @@
 
 use std::collections::BTreeMap;
 
+use walvisor_storage::LogRoot;
+
 use crate::epoch::Claim;
 use crate::error::{Error, ErrorKind, Result};
 use crate::layout::{self, Place};
@@ -176,6 +178,13 @@ pub(crate) async fn read_part(archive: &Archive, at: Place) -> Result<(PartHeade
         return Err(Error::damaged(&name, "its header is not that of its body"));
     }
     Ok((header, body))
+}
+
+/// Reads the root in a part.
+pub(crate) async fn read_root(archive: &Archive, at: Place) -> Result<LogRoot> {
+    let (header, body) = read_part(archive, at).await?;
+    let root = LogRoot::decode(&body[..header.root_len as usize]);
+    root.map_err(|error| Error::damaged(&layout::part(at), error))
 }
 
 /// Reads the manifest of base images.

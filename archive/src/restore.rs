@@ -17,7 +17,7 @@ use walvisor_storage::{
 
 use crate::error::{Error, ErrorKind, Result};
 use crate::layout::{self, Place};
-use crate::line::{Catalog, Line, read_base, read_part};
+use crate::line::{Catalog, Line, read_base, read_part, read_root};
 use crate::object::{self, BaseHeader, BaseImage, PartHeader};
 use crate::remote::Archive;
 
@@ -369,8 +369,7 @@ async fn resolve(archive: &Archive, line: &Line, at: Point) -> Result<Option<Poi
         return Ok(None);
     };
     let (header, _) = read_part(archive, end).await?;
-    let (header, body) = read_part(archive, header.root_at).await?;
-    let root = LogRoot::decode(&body[..header.root_len as usize])?;
+    let root = read_root(archive, header.root_at).await?;
     let snapshots = root.snapshots();
     let found = snapshots.iter().find(|snapshot| snapshot.name == name);
     Ok(found.map(|snapshot| Point::Lsn(snapshot.lsn)))

@@ -18,7 +18,7 @@ use crate::base::{BaseCopy, BaseProgress, refuse_spilled};
 use crate::epoch::{self, Claim};
 use crate::error::{Error, ErrorKind, Result};
 use crate::layout::{self, Place};
-use crate::line::{Catalog, Line, read_base, read_part};
+use crate::line::{Catalog, Line, read_base, read_part, read_root};
 use crate::object::{self, BaseHeader, PartHeader, PartPiece};
 use crate::remote::{Archive, Created};
 
@@ -334,11 +334,18 @@ impl<'a> Uploader<'a> {
         let marks = pieces.flat_map(|piece| piece.rewind_marks.iter());
         let marks = self.state.rewind_marks.iter().chain(marks);
         let marks = marks.map(|&lsn| lsn..lsn + 1);
-        let passed = gaps.chain(marks).find(passed)?;
-        Some(format!(
-            "a disk may have been restored in place at LSN {}, and the images have passed that since",
-            passed.start
-        ))
+        let passed = gaps.chain(marks).find(passed);
+        for piece in &mut self.pending {
+            // This root would show it.
+            let shown = |gap: &Range<u64>| shown.iter().any(|at| gap.contains(at));
+            piece.gaps.retain(|gap| gap.start <= to || shown(gap));
+        }
+        passed.map(|passed| {
+            format!(
+                "a disk may have been restored in place at LSN {}, and the images have passed that since",
+                passed.start
+            )
+        })
     }
 
     /// Sends a part with the pending pieces, and the root if it has changed.
@@ -636,6 +643,8 @@ impl State {
 /// The end of the archive's newest line.
 struct End {
     header: PartHeader,
+    /// The newest root on the line.
+    root: LogRoot,
     /// The root of the newest base images on the line, when their copy began; and when it ended.
     base: Option<(LogRoot, u64)>,
 }
@@ -665,7 +674,8 @@ impl End {
             return Ok(None);
         };
         let (header, _) = read_part(archive, end).await?;
-        Ok(Some(Self { header, base }))
+        let root = read_root(archive, header.root_at).await?;
+        Ok(Some(Self { header, root, base }))
     }
 
     /// Goes on behind the end, or says why not.
@@ -680,6 +690,11 @@ impl End {
             && let Some(why) = root.why_other_images(base)
         {
             return Ok(Err(Some(why)));
+        }
+        if root.lacks_rewinds_of(&self.root) {
+            let why =
+                "a restore in place that the archive knows of is not in the log, or not any more";
+            return Ok(Err(Some(why.to_owned())));
         }
         let place: Option<LogPlace> = header.end.map(Into::into);
         let Some(place) = place else {

@@ -9,8 +9,8 @@ use std::sync::Arc;
 use object_store::ObjectStoreExt;
 use object_store::memory::InMemory;
 use walvisor_storage::{
-    Buffer, Commit, Disk, DiskOptions, MarkText, Operation, Point, Retention, Store, StoreOptions,
-    create_disk, export_disk,
+    BackendQueue, Buffer, Commit, Disk, DiskOptions, MarkText, Operation, Point, Retention, Store,
+    StoreOptions, create_disk, export_disk,
 };
 use walvisor_testkit::queue;
 
@@ -314,7 +314,7 @@ fn a_log_that_went_on_without_the_archive_begins_anew_and_the_old_span_stays() {
         ..UploadOptions::default()
     };
     let mut up = Uploader::new(&archive, &bench.log(), options).unwrap();
-    assert!(up.take_reason().unwrap().contains("recycled"));
+    assert!(up.take_reason().unwrap().contains("not any more"));
     settle(&mut up);
     assert_eq!(survey(&archive).unwrap().spans.len(), 2);
     assert_eq!(bench.bytes_at(&archive, Point::Newest)[0], 9);
@@ -446,6 +446,69 @@ fn a_restore_in_place_is_seen() {
     assert_eq!(first(Point::Newest), [1, 3]);
     assert_eq!(first(Point::Lsn(two.lsn)), [2, 2]);
     assert_eq!(first(Point::Lsn(one.lsn)), [1, 0]);
+    store.close().unwrap();
+}
+
+/// The log is an older one than the archive has seen, and nobody has opened it yet.
+#[test]
+fn a_log_that_is_behind_the_archive_does_not_pass_for_its_end() {
+    let bench = Bench::new(&["a"], Retention::All);
+    let archive = bench.archive();
+    let store = bench.open(&["a"]);
+    let disk = &store.disks()[0];
+    write(disk, 0, 1, 1);
+    let one = mark(disk);
+    let mut up = uploader(&archive, &bench);
+    settle(&mut up);
+    for round in 0..60 {
+        write(disk, round, 2, 40);
+    }
+    mark(disk);
+    settle(&mut up);
+    store.close().unwrap();
+    let (_dir, restored) = bench.restore(&archive, Point::Lsn(one.lsn)).unwrap();
+    let options = UploadOptions::default;
+    let mut behind = Uploader::new(&archive, &restored.log_dir, options()).unwrap();
+    assert!(behind.take_reason().is_some());
+    settle(&mut behind);
+    assert_eq!(bench.bytes_at(&archive, Point::Newest)[..512], [1; 512]);
+    // The log that is ahead has all that the other one had.
+    let mut ahead = uploader(&archive, &bench);
+    assert_eq!(ahead.take_reason(), None);
+    settle(&mut ahead);
+    assert_eq!(bench.bytes_at(&archive, Point::Newest)[512], 2);
+}
+
+/// The point is inside a batch, so the log that is brought back has a restore in place, at an LSN
+/// that a record has in the other log.
+#[test]
+fn a_restore_in_place_of_one_log_does_not_count_in_another() {
+    let bench = Bench::new(&["a"], Retention::All);
+    let archive = bench.archive();
+    let store = bench.open(&["a"]);
+    let mut port = store.disks()[0].open_port().unwrap();
+    for sector in 0..3 {
+        let data = Buffer::from(&[7; 512][..]);
+        port.submit(sector, Operation::Write { sector, data });
+    }
+    port.kick();
+    queue::wait(&mut port, 3);
+    queue::flush(&mut port);
+    drop(port);
+    settle(&mut uploader(&archive, &bench));
+    let (_dir, restored) = bench.restore(&archive, Point::Lsn(2)).unwrap();
+    assert_eq!(restored.commit.lsn, 2);
+    let options = UploadOptions::default();
+    let mut other = Uploader::new(&archive, &restored.log_dir, options).unwrap();
+    settle(&mut other);
+    assert_eq!(
+        bench.bytes_at(&archive, Point::Newest)[..1536],
+        [[7; 1024].as_slice(), &[0; 512]].concat()
+    );
+    write(&store.disks()[0], 3, 7, 1);
+    mark(&store.disks()[0]);
+    settle(&mut uploader(&archive, &bench));
+    assert_eq!(bench.bytes_at(&archive, Point::Newest)[..2048], [7; 2048]);
     store.close().unwrap();
 }
 

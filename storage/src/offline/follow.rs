@@ -32,6 +32,8 @@ use crate::medium::filesystem::{OpenMode, files};
 use crate::offline::log_root::LogRoot;
 use crate::recovery::batch::Batch;
 use crate::recovery::contents::Chain;
+use crate::recovery::window::Window;
+use crate::sync::Arc;
 
 /// Bytes read at a time. A piece of the log that is read each second is short.
 const READ_BYTES: usize = 256 << 10;
@@ -105,6 +107,9 @@ pub struct LogFollower {
     place: FollowerPlace,
     /// The segment at the place.
     open: Option<OpenSegment>,
+    /// Whether the log is known to have the batch before the place. Another log of the same history
+    /// may have other records with the same numbers.
+    verified: bool,
     retries: u32,
     /// Headers that were read, by path.
     headers: HashMap<PathBuf, KnownHeader>,
@@ -157,8 +162,9 @@ impl LogFollower {
             dir: log_dir.to_path_buf(),
             log: root.control.header.log,
             segment_size: root.segment_size(),
-            place,
             open: None,
+            verified: matches!(place, FollowerPlace::Start { .. }),
+            place,
             retries: 0,
             headers: HashMap::new(),
             listed: 0,
@@ -221,6 +227,18 @@ impl LogFollower {
             header.sequence.get() == place.sequence && header.salt.get() == place.salt
         };
         let here = found.iter().find(is_here);
+        if !self.verified {
+            self.verified = match here {
+                Some(here) => self.has_batch(here, place)?,
+                None => false,
+            };
+            if !self.verified {
+                let lsn = place.lsn;
+                return Ok(Advance::Lost(format!(
+                    "it does not have the record with LSN {lsn} that was read, or not any more"
+                )));
+            }
+        }
         let mut later = found.iter().filter(|found| {
             let header = &found.header;
             // A log that needs no segment goes on without a previous one.
@@ -271,11 +289,7 @@ impl LogFollower {
                     ),
                 ))
             }
-            (None, None)
-                if found
-                    .iter()
-                    .all(|f| f.header.sequence.get() < place.sequence) =>
-            {
+            (None, None) if LogRoot::read(&self.dir)?.first_sequence() > place.sequence => {
                 // Nothing was written since the files were removed.
                 Ok(Advance::Nothing)
             }
@@ -284,6 +298,23 @@ impl LogFollower {
                 place.lsn
             ))),
         }
+    }
+
+    /// Whether a segment has the batch that ends at this place.
+    fn has_batch(&self, found: &FoundSegment, place: LogPlace) -> Result<bool> {
+        let file = files().open(&found.path, OpenMode::ReadDirect);
+        let file = file.map_err(|e| Error::io("open the log segment", &found.path, e))?;
+        let segment = Arc::new(Segment::new(found.path.clone(), file));
+        let mut window = Window::new(&segment, BLOCK as u64, self.segment_size);
+        let mut chain = Chain::new(&found.header, self.segment_size);
+        while chain.offset < place.offset {
+            match Batch::at(&mut window, &self.log, chain.offset)? {
+                Some(batch) if chain.follows(&batch) => chain.advance(&batch),
+                _ => return Ok(false),
+            }
+        }
+        let at = (chain.offset, chain.previous_crc.get(), chain.previous_lsn);
+        Ok(at == (place.offset, place.crc, place.lsn))
     }
 
     /// The segment files with valid headers of this log. Reads only those that were written to since

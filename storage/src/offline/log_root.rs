@@ -2,8 +2,8 @@
 
 use std::path::{Path, PathBuf};
 
-use zerocopy::FromZeros;
 use zerocopy::little_endian::{U16, U32, U64};
+use zerocopy::{FromZeros, IntoBytes};
 
 use crate::Buffer;
 use crate::catalog::control::{ControlFile, has_log, read_unlocked_control, real_path};
@@ -128,6 +128,16 @@ impl LogRoot {
     pub fn rewinds(&self) -> Vec<u64> {
         let rewinds = self.control.rewinds.iter();
         rewinds.map(|rewind| rewind.at.get()).collect()
+    }
+
+    /// Whether an earlier root shows a restore in place that this one does not: the images have
+    /// passed it since, or the log has another past.
+    pub fn lacks_rewinds_of(&self, before: &Self) -> bool {
+        let known = |rewind: &RewindEntry| {
+            let mut own = self.control.rewinds.iter();
+            own.any(|other| other.as_bytes() == rewind.as_bytes())
+        };
+        !before.control.rewinds.iter().all(known)
     }
 
     /// The named points of the log, oldest first.
