@@ -136,7 +136,7 @@ lint:
 	CARGO_PROFILE_DEV_PANIC=abort $(CARGO) clippy --package walvisor-guest --bin walvisor-guest --features freestanding --locked -- -D warnings
 
 # The crates for others are packed too: what that refuses would stay unseen until the day of a release.
-PACKED = --package walvisor-block --package walvisor-storage --package walvisor-devices --package walvisor-guest --package walvisor-vmm --package walvisor
+PACKED = --package walvisor-block --package walvisor-storage --package walvisor-archive --package walvisor-devices --package walvisor-guest --package walvisor-vmm --package walvisor
 
 doc:
 	RUSTDOCFLAGS='-D warnings' $(CARGO) doc --workspace --no-deps --locked --quiet
