@@ -82,6 +82,10 @@ pub struct Uploader<'a> {
     /// Whether a part was sent since.
     unchecked: bool,
     follower: LogFollower,
+    /// The newest root.
+    root: LogRoot,
+    /// No images on the line can lack records up to here.
+    line_from: u64,
     /// How often the root told of records that were not found.
     missing: u32,
     /// Pieces that were read and are not in the archive yet.
@@ -128,9 +132,7 @@ enum Base {
     /// None yet.
     None,
     Copying(Box<BaseCopy>),
-    /// Copied; with the root when the copy began.
     Done {
-        root: Box<LogRoot>,
         made_us: u64,
     },
 }
@@ -184,6 +186,7 @@ impl<'a> Uploader<'a> {
             Some(end) => end.resume(log_dir, &root, next)?,
             None => Err(None),
         };
+        let (mut known_root, mut line_from) = (root.clone(), root.checkpoint_lsn());
         let (follower, pending, state, base, why_base) = match begun {
             Ok(resumed) => {
                 claim.after = Some(resumed.after);
@@ -192,12 +195,12 @@ impl<'a> Uploader<'a> {
                     first,
                     state,
                     base,
+                    root,
                     ..
                 } = resumed;
-                let done = base.map_or(Base::None, |(root, made_us)| Base::Done {
-                    root: Box::new(root),
-                    made_us,
-                });
+                // Whatever images there are, also those that this list of the archive lacks.
+                (known_root, line_from) = (root, 0);
+                let done = base.map_or(Base::None, |made_us| Base::Done { made_us });
                 (follower, first, state, done, None)
             }
             Err(why) => {
@@ -218,6 +221,8 @@ impl<'a> Uploader<'a> {
             checked: Instant::now(),
             unchecked: false,
             follower,
+            root: known_root,
+            line_from,
             missing: 0,
             pending_bytes: pending.as_ref().map_or(0, |piece| piece.bytes.len()),
             pending: pending.into_iter().collect(),
@@ -249,21 +254,15 @@ impl<'a> Uploader<'a> {
     /// another uploader has the archive. Other errors: something has to be put right first; it may
     /// be called again after that.
     pub fn tick(&mut self) -> Result<Tick> {
-        let caught_up = match self.read()? {
-            Ok(caught_up) => caught_up,
+        let (caught_up, root) = match self.read_both()? {
+            Ok(read) => read,
             Err(why) => return self.begin_anew(why),
         };
-        let root = LogRoot::read(&self.log_dir)?;
-        if root.log() != self.log {
-            let dir = self.log_dir.display();
-            return Err(Error::new(
-                ErrorKind::Local,
-                format!("{dir}: another log is there now; give it an archive of its own"),
-            ));
-        }
+        self.refuse_other_log(&root)?;
         if let Some(why) = self.why_anew(&root) {
             return self.begin_anew(why);
         }
+        self.root = root.clone();
         let before = self.state.last;
         let log_bytes = self.pending_bytes as u64;
         self.send(&root)?;
@@ -289,6 +288,44 @@ impl<'a> Uploader<'a> {
         })
     }
 
+    fn refuse_other_log(&self, root: &LogRoot) -> Result<()> {
+        if root.log() == self.log {
+            return Ok(());
+        }
+        let dir = self.log_dir.display();
+        Err(Error::new(
+            ErrorKind::Local,
+            format!("{dir}: another log is there now; give it an archive of its own"),
+        ))
+    }
+
+    /// Reads the log, and then its root. Returns whether the log had no more, or why it does not go
+    /// on.
+    fn read_both(&mut self) -> Result<std::result::Result<(bool, LogRoot), String>> {
+        let mut before = 0;
+        loop {
+            let caught_up = match self.read()? {
+                Ok(caught_up) => caught_up,
+                Err(why) => return Ok(Err(why)),
+            };
+            let newest = self
+                .pending
+                .last()
+                .map_or(self.state.last, |last| last.last);
+            let newest = newest.lsn.max(self.line_from);
+            if caught_up && before > newest {
+                let why = "a disk was restored in place, and the images have passed that since";
+                return Ok(Err(why.to_owned()));
+            }
+            let root = LogRoot::read(&self.log_dir)?;
+            if !caught_up || root.checkpoint_lsn() <= newest {
+                return Ok(Ok((caught_up, root)));
+            }
+            // Records that were written since, or an LSN of no record.
+            before = root.checkpoint_lsn();
+        }
+    }
+
     /// Reads the log until it has no more, or a part is full. Returns whether it had no more, or
     /// why it does not go on.
     fn read(&mut self) -> Result<std::result::Result<bool, String>> {
@@ -311,20 +348,11 @@ impl<'a> Uploader<'a> {
 
     /// Why the parts can't go on over the base images they have.
     fn why_anew(&mut self, root: &LogRoot) -> Option<String> {
-        let before = match &self.base {
-            Base::None => return None,
-            Base::Copying(copy) => &copy.root,
-            Base::Done { root, .. } => root,
-        };
-        if let Some(why) = root.why_other_images(before) {
+        if let Some(why) = root.why_other_images(&self.root) {
             return Some(why);
         }
-        // What this root shows no more, and the images did not have when they were copied.
-        let (from, to, shown) = (
-            before.checkpoint_lsn(),
-            root.checkpoint_lsn(),
-            root.rewinds(),
-        );
+        // What this root shows no more, and no images on the line can have.
+        let (from, to, shown) = (self.line_from, root.checkpoint_lsn(), root.rewinds());
         let passed = |lsns: &Range<u64>| {
             let known = shown.iter().any(|at| lsns.contains(at));
             !known && from < lsns.end && lsns.start <= to
@@ -531,7 +559,7 @@ impl<'a> Uploader<'a> {
         let mut batches = self.batches.iter();
         let batch = batches.find(|batch| batch.lsn >= images_lsn);
         Commit {
-            lsn: images_lsn.min(self.state.last.lsn),
+            lsn: images_lsn,
             ..*batch.unwrap_or(&self.state.last)
         }
     }
@@ -574,7 +602,6 @@ impl<'a> Uploader<'a> {
         }
         self.next_base += 1;
         self.base = Base::Done {
-            root: Box::new(copy.root.clone()),
             made_us: header.made_us,
         };
         self.batches = Vec::new();
@@ -584,6 +611,7 @@ impl<'a> Uploader<'a> {
     /// Goes on with a new epoch that follows nothing.
     fn begin_anew(&mut self, why: String) -> Result<Tick> {
         let root = LogRoot::read(&self.log_dir)?;
+        self.refuse_other_log(&root)?;
         let claim = Claim {
             epoch: self.claim.epoch + 1,
             after: None,
@@ -601,6 +629,8 @@ impl<'a> Uploader<'a> {
         self.pending_bytes = 0;
         self.attempt = None;
         self.state = State::new(next, &root);
+        self.line_from = root.checkpoint_lsn();
+        self.root = root;
         self.base = Base::None;
         self.batches = Vec::new();
         self.next_base = 1;
@@ -645,8 +675,8 @@ struct End {
     header: PartHeader,
     /// The newest root on the line.
     root: LogRoot,
-    /// The root of the newest base images on the line, when their copy began; and when it ended.
-    base: Option<(LogRoot, u64)>,
+    /// When the copy of the newest base images on the line ended.
+    base: Option<u64>,
 }
 
 /// An uploader goes on behind this part.
@@ -655,7 +685,9 @@ struct Resumed {
     follower: LogFollower,
     first: Option<LogPiece>,
     state: State,
-    base: Option<(LogRoot, u64)>,
+    /// The newest root on the line.
+    root: LogRoot,
+    base: Option<u64>,
 }
 
 impl End {
@@ -686,9 +718,7 @@ impl End {
         next: Place,
     ) -> Result<std::result::Result<Resumed, Option<String>>> {
         let header = self.header;
-        if let Some((base, _)) = &self.base
-            && let Some(why) = root.why_other_images(base)
-        {
+        if let Some(why) = root.why_other_images(&self.root) {
             return Ok(Err(Some(why)));
         }
         if root.lacks_rewinds_of(&self.root) {
@@ -720,6 +750,7 @@ impl End {
                 root: Vec::new(),
                 root_at: next,
             },
+            root: self.root,
             base: self.base,
         }))
     }
@@ -730,15 +761,15 @@ async fn newest_base(
     catalog: &Catalog,
     line: &Line,
     chunks: &mut HashSet<String>,
-) -> Result<Option<(LogRoot, u64)>> {
+) -> Result<Option<u64>> {
     for &at in catalog.bases.iter().rev() {
-        let (header, root) = read_base(archive, at).await?;
+        let (header, _) = read_base(archive, at).await?;
         if chunks.is_empty() {
             let images = header.images.iter();
             chunks.extend(images.flat_map(|image| image.chunks.iter().flatten().cloned()));
         }
         if line.has(header.first_part) && line.has(header.exact_part) {
-            return Ok(Some((LogRoot::decode(&root)?, header.made_us)));
+            return Ok(Some(header.made_us));
         }
     }
     Ok(None)

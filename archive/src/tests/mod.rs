@@ -185,6 +185,63 @@ fn images_that_change_while_they_are_copied_are_made_exact() {
     assert!(bench.bytes_at(&archive, Point::Newest) == model);
 }
 
+/// Between two steps of the copy, a checkpoint puts newer records into the image.
+#[test]
+fn images_lead_to_no_point_before_what_they_may_have() {
+    const BIG: u64 = 4096;
+    let bench = Bench::new(&[], Retention::Nothing);
+    let archive = bench.archive();
+    create_disk(
+        &bench.disk("a"),
+        BIG * 512,
+        &bench.log(),
+        &options(Retention::Nothing),
+    )
+    .unwrap();
+    let store = bench.open(&["a"]);
+    let disk = &store.disks()[0];
+    let mut model = vec![0; (BIG * 512) as usize];
+    for sector in (0..BIG).step_by(32) {
+        // No chunk like another.
+        let byte = (sector / 32) as u8 + 100;
+        write(disk, sector, byte, 32);
+        model[sector as usize * 512..][..32 * 512].fill(byte);
+    }
+    disk.checkpoint().unwrap();
+    let mut up = uploader(&archive, &bench);
+    let mut states = Vec::new();
+    for round in 2..20u8 {
+        // At the image's end, which is copied last.
+        let sector = BIG - 8 + u64::from(round) % 8;
+        write(disk, sector, round, 1);
+        model[sector as usize * 512..][..512].fill(round);
+        states.push((mark(disk).lsn, model.clone()));
+        up.tick().unwrap();
+        disk.checkpoint().unwrap();
+    }
+    settle(&mut up);
+    store.close().unwrap();
+    let oldest = survey(&archive).unwrap().spans[0].bases[0].exact.lsn;
+    let reached = states.iter().filter(|(lsn, _)| *lsn >= oldest).count();
+    assert!(0 < reached && reached < states.len(), "{reached}");
+    let (_dir, newest) = bench.restore(&archive, Point::Newest).unwrap();
+    for (lsn, model) in states {
+        // The log that comes back does not lead there either.
+        let (disk, raw) = (&newest.disks[0].path, bench.disk("past"));
+        let (at, log) = (Point::Lsn(lsn), &newest.log_dir);
+        let past = walvisor_storage::restore_disk(disk, log, at, &raw, None, &mut |_, _| {});
+        assert_eq!(past.is_ok(), lsn >= oldest, "{lsn}");
+        if past.is_ok() {
+            assert!(std::fs::read(&raw).unwrap() == model);
+            std::fs::remove_file(&raw).unwrap();
+        }
+        match bench.restore(&archive, Point::Lsn(lsn)) {
+            Ok((_dir, back)) => assert!(bytes_of(&back.disks[0].path, &back.log_dir) == model),
+            Err(error) => assert!(lsn < oldest, "{error}"),
+        }
+    }
+}
+
 #[test]
 fn an_uploader_that_was_killed_goes_on_where_it_was() {
     let bench = Bench::new(&["a"], Retention::All);
@@ -377,6 +434,34 @@ fn damage_in_the_log_is_told() {
     let error = (0..50).find_map(|_| up.tick().err()).expect("an error");
     assert_eq!(error.kind(), ErrorKind::Local);
     assert!(error.to_string().contains("can't be read"), "{error}");
+}
+
+/// Nobody has written since, so no record tells of it.
+#[test]
+fn a_restore_in_place_that_the_images_have_passed_begins_anew() {
+    let bench = Bench::new(&["a"], Retention::All);
+    let archive = bench.archive();
+    let store = bench.open(&["a"]);
+    write(&store.disks()[0], 0, 1, 1);
+    let one = mark(&store.disks()[0]);
+    write(&store.disks()[0], 0, 2, 1);
+    mark(&store.disks()[0]);
+    settle(&mut uploader(&archive, &bench));
+    store.close().unwrap();
+    let disk = bench.disk("a");
+    walvisor_storage::rewind_disk(&disk, &bench.log(), Point::Lsn(one.lsn)).unwrap();
+    let store = bench.open(&["a"]);
+    store.disks()[0].checkpoint().unwrap();
+    store.close().unwrap();
+    let mut up = uploader(&archive, &bench);
+    settle(&mut up);
+    assert_eq!(bench.bytes_at(&archive, Point::Newest)[0], 1);
+    // It does not begin anew again and again.
+    let epoch = up.epoch();
+    settle(&mut up);
+    settle(&mut uploader(&archive, &bench));
+    assert_eq!(bench.bytes_at(&archive, Point::Newest)[0], 1);
+    assert_eq!(up.epoch(), epoch);
 }
 
 #[test]
