@@ -295,8 +295,9 @@ impl Plan {
             }
             if ended {
                 // This part was only read for its root, which may know of a restore in place that
-                // the one before did not know yet.
-                return Ok(false);
+                // those before did not know yet.
+                let mut marks = header.rewind_marks.iter();
+                return Ok(marks.any(|mark| *mark <= log.last.lsn));
             }
             for piece in &header.pieces {
                 let (bytes, behind) = rest.split_at(piece.len as usize);

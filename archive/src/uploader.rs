@@ -355,7 +355,7 @@ impl<'a> Uploader<'a> {
         let (from, to, shown) = (self.line_from, root.checkpoint_lsn(), root.rewinds());
         let passed = |lsns: &Range<u64>| {
             let known = shown.iter().any(|at| lsns.contains(at));
-            !known && from < lsns.end && lsns.start <= to
+            !known && from + 1 < lsns.end && lsns.start <= to
         };
         let pieces = self.pending.iter();
         let gaps = pieces.clone().flat_map(|piece| piece.gaps.clone());

@@ -109,13 +109,15 @@ fn uploader<'a>(archive: &'a Archive, bench: &Bench) -> Uploader<'a> {
 
 /// Ticks until everything is there.
 fn settle(uploader: &mut Uploader<'_>) -> Tick {
+    let mut last = None;
     for _ in 0..1000 {
         let tick = uploader.tick().unwrap();
         if tick.caught_up && tick.restorable && tick.base.is_none() {
             return tick;
         }
+        last = Some((tick, uploader.take_reason()));
     }
-    panic!("never caught up");
+    panic!("never caught up: {last:?}");
 }
 
 #[test]
