@@ -110,6 +110,19 @@ pub fn of(page: &str) -> &'static [&'static str] {
         "walvisor-log" => &["walvisor log dump disk.img.wal"],
         "walvisor-log-dump" => &["walvisor log dump disk.img.wal"],
         "walvisor-log-resize" => &["walvisor log resize disk.img.wal --size 8G"],
+        "walvisor-archive" => &[
+            "walvisor archive push disk.img.wal s3://bucket/vm1 --follow",
+            "walvisor archive restore s3://bucket/vm1 back --at -15m",
+        ],
+        "walvisor-archive-push" => &[
+            "walvisor archive push disk.img.wal s3://bucket/vm1 --follow",
+            "walvisor archive push disk.img.wal file:///mnt/backup/vm1",
+        ],
+        "walvisor-archive-status" => &["walvisor archive status s3://bucket/vm1"],
+        "walvisor-archive-restore" => {
+            &["walvisor archive restore s3://bucket/vm1 back --at time:2026-11-27T12:03:00Z"]
+        }
+        "walvisor-archive-verify" => &["walvisor archive verify s3://bucket/vm1"],
         _ => &[],
     }
 }
