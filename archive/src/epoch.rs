@@ -9,7 +9,8 @@ use serde::{Deserialize, Serialize};
 
 use crate::error::{Error, ErrorKind, Result};
 use crate::layout::{self, Place};
-use crate::remote::{Archive, Created};
+use crate::object;
+use crate::remote::{Archive, CreateOutcome};
 
 /// The claim of an epoch.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -38,12 +39,11 @@ impl Claim {
 /// # Errors
 /// [`ErrorKind::Fenced`] if somebody else has claimed it.
 pub(crate) async fn claim(archive: &Archive, claim: &Claim) -> Result<()> {
-    let text = serde_json::to_vec_pretty(claim);
-    let text = text.map_err(|error| Error::new(ErrorKind::InvalidInput, error.to_string()))?;
+    let text = serde_json::to_vec_pretty(claim).map_err(object::not_json)?;
     let name = layout::epoch(claim.epoch);
     match archive.create(&name, &Bytes::from(text)).await? {
-        Created::Done => Ok(()),
-        Created::Taken(found) => match Claim::of(&found, &name)? {
+        CreateOutcome::Done => Ok(()),
+        CreateOutcome::Taken(found) => match Claim::of(&found, &name)? {
             // An earlier attempt of ours, whose answer was lost.
             ours if ours.writer == claim.writer && ours.after == claim.after => Ok(()),
             theirs => Err(lost(archive, &theirs)),

@@ -27,7 +27,7 @@ mod url;
 pub use base::BaseProgress;
 pub use error::{Error, ErrorKind, Result};
 pub use remote::{Archive, Traffic};
-pub use restore::{Restored, RestoredDisk, restore, verify};
+pub use restore::{RestoreReport, RestoredDisk, restore, verify};
 pub use survey::{ArchiveBase, ArchiveEnd, Survey, survey};
 pub use uploader::{Tick, UploadOptions, Uploader};
 pub use url::ArchiveUrl;

@@ -175,7 +175,7 @@ pub(crate) async fn read_part(archive: &Archive, at: Place) -> Result<(PartHeade
     let (header, body) = object::open::<PartHeader>(&name, &archive.need(&name).await?)?;
     let pieces: u64 = header.pieces.iter().map(|piece| piece.len).sum();
     if header.at != at || header.root_len.saturating_add(pieces) != body.len() as u64 {
-        return Err(Error::damaged(&name, "its header is not that of its body"));
+        return Err(Error::damaged(&name, "its header does not fit its body"));
     }
     Ok((header, body))
 }
@@ -192,7 +192,10 @@ pub(crate) async fn read_base(archive: &Archive, at: Place) -> Result<(BaseHeade
     let name = layout::base(at);
     let (header, root) = object::open::<BaseHeader>(&name, &archive.need(&name).await?)?;
     if header.at != at || header.chunk_bytes == 0 {
-        return Err(Error::damaged(&name, "its header is another one's"));
+        return Err(Error::damaged(
+            &name,
+            "its header belongs to another object",
+        ));
     }
     Ok((header, root))
 }

@@ -157,6 +157,14 @@ impl Header for BaseHeader {
     const MAGIC: &'static [u8; 8] = b"WALVBASE";
 }
 
+impl BaseHeader {
+    /// Bytes of a chunk of an image; the last one may be shorter.
+    pub(crate) fn chunk_len(&self, image: &BaseImage, number: usize) -> u64 {
+        let offset = number as u64 * self.chunk_bytes;
+        image.bytes.saturating_sub(offset).min(self.chunk_bytes)
+    }
+}
+
 /// An image in a manifest.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct BaseImage {
@@ -170,8 +178,7 @@ pub(crate) struct BaseImage {
 
 /// The bytes of an object.
 pub(crate) fn seal<H: Header>(header: &H, body: &[u8]) -> Result<Vec<u8>> {
-    let text = serde_json::to_vec(header);
-    let text = text.map_err(|error| Error::new(ErrorKind::InvalidInput, error.to_string()))?;
+    let text = serde_json::to_vec(header).map_err(not_json)?;
     let plain = [&text[..], body].concat();
     let packed = pack(&plain)?;
     let mut object = Vec::with_capacity(FRAME + packed.len() + SUM);
@@ -225,6 +232,11 @@ pub(crate) fn open<H: Header>(name: &str, object: &[u8]) -> Result<(H, Vec<u8>)>
     Ok((header, body))
 }
 
+/// The error for a value that is no JSON.
+pub(crate) fn not_json(error: serde_json::Error) -> Error {
+    Error::new(ErrorKind::InvalidInput, error.to_string())
+}
+
 /// Compresses bytes.
 pub(crate) fn pack(plain: &[u8]) -> Result<Vec<u8>> {
     let packed = zstd::bulk::compress(plain, ZSTD_LEVEL);
@@ -238,8 +250,12 @@ pub(crate) fn unpack(packed: &[u8], most: usize) -> Option<Vec<u8>> {
 
 /// The SHA-256 of bytes, in hex.
 pub(crate) fn hash(bytes: &[u8]) -> String {
-    let sum = Sha256::digest(bytes);
-    sum.iter().map(|byte| format!("{byte:02x}")).collect()
+    hex(&Sha256::digest(bytes))
+}
+
+/// Bytes in hex.
+pub(crate) fn hex(bytes: &[u8]) -> String {
+    bytes.iter().map(|byte| format!("{byte:02x}")).collect()
 }
 
 #[cfg(test)]

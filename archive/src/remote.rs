@@ -71,7 +71,7 @@ pub struct Traffic {
 
 /// What came of creating an object.
 #[derive(Debug, PartialEq, Eq)]
-pub(crate) enum Created {
+pub(crate) enum CreateOutcome {
     /// It is there, with these bytes, whoever has put it there.
     Done,
     /// It is there, with other bytes.
@@ -202,7 +202,7 @@ impl Archive {
     ///
     /// # Errors
     /// [`ErrorKind::Unavailable`]: the object may be there or come yet.
-    pub(crate) async fn create(&self, name: &str, bytes: &Bytes) -> Result<Created> {
+    pub(crate) async fn create(&self, name: &str, bytes: &Bytes) -> Result<CreateOutcome> {
         let mut last = None;
         for _ in 0..TRIES {
             if !self.fencing
@@ -210,12 +210,13 @@ impl Archive {
             {
                 return Ok(settled(found, bytes));
             }
-            let mode = match self.fencing {
-                true => PutMode::Create,
-                false => PutMode::Overwrite,
+            let mode = if self.fencing {
+                PutMode::Create
+            } else {
+                PutMode::Overwrite
             };
             let unclear = match self.put_as(name, bytes, mode).await {
-                Ok(()) => return Ok(Created::Done),
+                Ok(()) => return Ok(CreateOutcome::Done),
                 Err(error) => error,
             };
             // It may be this very request that has created it, or an earlier one of ours.
@@ -331,11 +332,11 @@ impl Archive {
 }
 
 /// An object is there already: is it the one that should be?
-fn settled(found: Bytes, wanted: &Bytes) -> Created {
+fn settled(found: Bytes, wanted: &Bytes) -> CreateOutcome {
     if found == wanted {
-        Created::Done
+        CreateOutcome::Done
     } else {
-        Created::Taken(found)
+        CreateOutcome::Taken(found)
     }
 }
 

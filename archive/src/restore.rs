@@ -28,7 +28,7 @@ const NOTED_CHUNKS: usize = 64;
 
 /// A log that was restored, or could be.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Restored {
+pub struct RestoreReport {
     /// The state that the disks have.
     pub commit: Commit,
     /// The log's directory.
@@ -50,7 +50,7 @@ pub struct RestoredDisk {
     pub bytes: u64,
 }
 
-/// What is called with the bytes done and the bytes in all, of the images and the log.
+/// Called with the bytes of the images that are done, and those of all images.
 pub type Progress<'a> = &'a mut dyn FnMut(u64, u64);
 
 /// Gets a piece of the log: the sequence of its segment, its byte offset there, its bytes.
@@ -86,7 +86,7 @@ pub fn restore(
     dir: &Path,
     at: Point,
     progress: Progress<'_>,
-) -> Result<Restored> {
+) -> Result<RestoreReport> {
     let plan = archive.block_on(Plan::find(archive, at))?;
     let mut note = begin(archive, dir, &plan)?;
     let images = image_paths(dir, &plan.base.images);
@@ -98,20 +98,14 @@ pub fn restore(
         let done = note.chunks[i];
         passed += (done as u64 * plan.base.chunk_bytes).min(image.bytes);
         progress(passed, total);
-        let wanted = image.chunks.iter().enumerate().skip(done);
-        let fetch =
-            wanted.map(|(number, hash)| fetch_chunk(archive, &plan.base, image, number, hash));
-        let write = |(number, bytes): (usize, Option<Vec<u8>>)| {
+        plan.fetch_image(archive, image, done, |number, bytes| {
             if let Some(bytes) = bytes {
                 let offset = number as u64 * plan.base.chunk_bytes;
                 let written = file.write_all_at(&bytes, offset);
                 written.map_err(|error| Error::local("write", path, error))?;
                 chunks += 1;
             }
-            passed += plan
-                .base
-                .chunk_bytes
-                .min(image.bytes - number as u64 * plan.base.chunk_bytes);
+            passed += plan.base.chunk_len(image, number);
             progress(passed, total);
             if (number + 1) % NOTED_CHUNKS == 0 {
                 let synced = file.sync_data();
@@ -119,9 +113,8 @@ pub fn restore(
                 note.chunks[i] = number + 1;
                 note.write(dir)?;
             }
-            Ok(true)
-        };
-        archive.block_on(archive.in_order(fetch, write))?;
+            Ok(())
+        })?;
         let synced = file.sync_data();
         synced.map_err(|error| Error::local("sync", path, error))?;
         note.chunks[i] = image.chunks.len();
@@ -170,21 +163,17 @@ pub fn restore(
 ///
 /// # Errors
 /// As [`restore`].
-pub fn verify(archive: &Archive, at: Point, progress: Progress<'_>) -> Result<Restored> {
+pub fn verify(archive: &Archive, at: Point, progress: Progress<'_>) -> Result<RestoreReport> {
     let plan = archive.block_on(Plan::find(archive, at))?;
     let total: u64 = plan.base.images.iter().map(|image| image.bytes).sum();
     let (mut passed, mut chunks) = (0, 0);
     for image in &plan.base.images {
-        let numbered = image.chunks.iter().enumerate();
-        let fetch =
-            numbered.map(|(number, hash)| fetch_chunk(archive, &plan.base, image, number, hash));
-        let check = |(_, bytes): (usize, Option<Vec<u8>>)| {
+        plan.fetch_image(archive, image, 0, |number, bytes| {
             chunks += u64::from(bytes.is_some());
-            passed = (passed + plan.base.chunk_bytes).min(total);
+            passed += plan.base.chunk_len(image, number);
             progress(passed, total);
-            Ok(true)
-        };
-        archive.block_on(archive.in_order(fetch, check))?;
+            Ok(())
+        })?;
     }
     let log = plan.read_log(archive, &mut |_, _, _| Ok(()))?;
     let images = image_paths(Path::new(""), &plan.base.images);
@@ -265,6 +254,22 @@ impl Plan {
         ))
     }
 
+    /// Fetches the chunks of an image from number `from` on, and checks them. `each` gets the number
+    /// and the bytes of each, in order; `None`: they are zeroes.
+    fn fetch_image(
+        &self,
+        archive: &Archive,
+        image: &BaseImage,
+        from: usize,
+        mut each: impl FnMut(usize, Option<Vec<u8>>) -> Result<()>,
+    ) -> Result<()> {
+        let wanted = image.chunks.iter().enumerate().skip(from);
+        let fetch =
+            wanted.map(|(number, hash)| fetch_chunk(archive, &self.base, image, number, hash));
+        let each = |(number, bytes)| each(number, bytes).map(|()| true);
+        archive.block_on(archive.in_order(fetch, each))
+    }
+
     /// Reads the log from the base images to the point, checks it, and hands its pieces
     /// to `each`.
     fn read_log(&self, archive: &Archive, each: TakePiece<'_>) -> Result<ReadLog> {
@@ -332,13 +337,19 @@ impl Plan {
         Ok(log)
     }
 
-    fn done(&self, log: &ReadLog, log_dir: PathBuf, images: Vec<PathBuf>, chunks: u64) -> Restored {
+    fn done(
+        &self,
+        log: &ReadLog,
+        log_dir: PathBuf,
+        images: Vec<PathBuf>,
+        chunks: u64,
+    ) -> RestoreReport {
         let disks = images.into_iter().zip(&self.base.images);
         let lsn = match log.at {
             Point::Lsn(lsn) => lsn.min(log.last.lsn),
             _ => log.last.lsn,
         };
-        Restored {
+        RestoreReport {
             commit: Commit { lsn, ..log.last },
             log_dir,
             disks: disks
@@ -382,13 +393,12 @@ async fn fetch_chunk(
     if hash.len() != 64 || !hash.bytes().all(|byte| byte.is_ascii_hexdigit()) {
         return Err(Error::damaged(
             &layout::base(base.at),
-            "it has a name of a chunk that is none",
+            "it names a chunk by what is no SHA-256",
         ));
     }
     let name = layout::chunk(hash);
     let packed = archive.need(&name).await?;
-    let offset = number as u64 * base.chunk_bytes;
-    let len = image.bytes.saturating_sub(offset).min(base.chunk_bytes);
+    let len = base.chunk_len(image, number);
     let bytes = object::unpack(&packed, len as usize);
     let right = bytes.filter(|bytes| bytes.len() as u64 == len && object::hash(bytes) == *hash);
     match right {

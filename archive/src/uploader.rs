@@ -20,7 +20,7 @@ use crate::error::{Error, ErrorKind, Result};
 use crate::layout::{self, Place};
 use crate::line::{Catalog, Line, read_base, read_part, read_root};
 use crate::object::{self, BaseHeader, PartHeader, PartPiece};
-use crate::remote::{Archive, Created};
+use crate::remote::{Archive, CreateOutcome};
 
 /// Most bytes of log in a part, or one batch more.
 const PART_BYTES: usize = if cfg!(test) { 256 << 10 } else { 8 << 20 };
@@ -189,15 +189,15 @@ impl<'a> Uploader<'a> {
         let (mut known_root, mut line_from) = (root.clone(), root.checkpoint_lsn());
         let (follower, pending, state, base, why_base) = match begun {
             Ok(resumed) => {
-                claim.after = Some(resumed.after);
-                let Resumed {
+                let ResumePoint {
+                    after,
                     follower,
                     first,
                     state,
                     base,
                     root,
-                    ..
                 } = resumed;
+                claim.after = Some(after);
                 // Whatever images there are, also those that this list of the archive lacks.
                 (known_root, line_from) = (root, 0);
                 let done = base.map_or(Base::None, |made_us| Base::Done { made_us });
@@ -271,7 +271,7 @@ impl<'a> Uploader<'a> {
         self.refuse_missing(&root, caught_up)?;
         let caught_up = caught_up && self.missing == 0;
         // Whatever the log had when the copy ended was read above.
-        if caught_up && self.is_copied() {
+        if caught_up {
             self.publish_base()?;
         }
         self.copy_base(root)?;
@@ -346,12 +346,12 @@ impl<'a> Uploader<'a> {
         Ok(Ok(false))
     }
 
-    /// Why the parts can't go on over the base images they have.
+    /// Why records from here on can't be put over the base images that the archive has.
     fn why_anew(&mut self, root: &LogRoot) -> Option<String> {
         if let Some(why) = root.why_other_images(&self.root) {
             return Some(why);
         }
-        // What this root shows no more, and no images on the line can have.
+        // Restores in place that this root no longer shows, and that no images on the line have.
         let (from, to, shown) = (self.line_from, root.checkpoint_lsn(), root.rewinds());
         let passed = |lsns: &Range<u64>| {
             let known = shown.iter().any(|at| lsns.contains(at));
@@ -388,7 +388,7 @@ impl<'a> Uploader<'a> {
         let name = layout::part(at);
         // Whatever came of an attempt before, the bytes are the same.
         let created = self.archive.create(&name, &attempt.object);
-        if let Created::Taken(_) = self.archive.block_on(created)? {
+        if let CreateOutcome::Taken(_) = self.archive.block_on(created)? {
             let archive = self.archive.shown();
             return Err(Error::new(
                 ErrorKind::Fenced,
@@ -415,10 +415,7 @@ impl<'a> Uploader<'a> {
         }
         let at = self.state.next;
         let mut after = self.state.clone();
-        let mut body = match changed {
-            true => encoded.clone(),
-            false => Vec::new(),
-        };
+        let mut body = if changed { encoded.clone() } else { Vec::new() };
         let root_len = body.len() as u64;
         let mut pieces = Vec::new();
         for piece in &self.pending {
@@ -495,10 +492,6 @@ impl<'a> Uploader<'a> {
         Ok(())
     }
 
-    fn is_copied(&self) -> bool {
-        matches!(&self.base, Base::Copying(copy) if copy.ended.is_some())
-    }
-
     /// Copies a few chunks, or begins a copy if one is due.
     fn copy_base(&mut self, root: LogRoot) -> Result<()> {
         let due = match &self.base {
@@ -564,6 +557,7 @@ impl<'a> Uploader<'a> {
         }
     }
 
+    /// Publishes the copy of the base images, if it has ended.
     fn publish_base(&mut self) -> Result<()> {
         let Base::Copying(copy) = &self.base else {
             return Ok(());
@@ -591,9 +585,9 @@ impl<'a> Uploader<'a> {
         let name = layout::base(at);
         let object = Bytes::from(object::seal(&header, &copy.root.encode())?);
         match self.archive.block_on(self.archive.create(&name, &object))? {
-            Created::Done => {}
+            CreateOutcome::Done => {}
             // Our own of an attempt before: as good.
-            Created::Taken(found) => {
+            CreateOutcome::Taken(found) => {
                 let (found, _) = object::open::<BaseHeader>(&name, &found)?;
                 if found.writer != header.writer {
                     return Err(Error::damaged(&name, "another writer has created it"));
@@ -680,7 +674,7 @@ struct End {
 }
 
 /// An uploader goes on behind this part.
-struct Resumed {
+struct ResumePoint {
     after: Place,
     follower: LogFollower,
     first: Option<LogPiece>,
@@ -716,7 +710,7 @@ impl End {
         log_dir: &Path,
         root: &LogRoot,
         next: Place,
-    ) -> Result<std::result::Result<Resumed, Option<String>>> {
+    ) -> Result<std::result::Result<ResumePoint, Option<String>>> {
         let header = self.header;
         if let Some(why) = root.why_other_images(&self.root) {
             return Ok(Err(Some(why)));
@@ -736,7 +730,7 @@ impl End {
             FollowStep::CaughtUp | FollowStep::Waits => None,
             FollowStep::Lost(why) => return Ok(Err(Some(why))),
         };
-        Ok(Ok(Resumed {
+        Ok(Ok(ResumePoint {
             after: header.at,
             follower,
             first,
@@ -781,9 +775,8 @@ async fn claim_log(archive: &Archive, root: &LogRoot) -> Result<()> {
         format: object::VERSION,
         log: root.log(),
     };
-    let text = serde_json::to_vec_pretty(&own);
-    let text = text.map_err(|error| Error::new(ErrorKind::InvalidInput, error.to_string()))?;
-    let Created::Taken(found) = archive.create(layout::LOG, &Bytes::from(text)).await? else {
+    let text = serde_json::to_vec_pretty(&own).map_err(object::not_json)?;
+    let CreateOutcome::Taken(found) = archive.create(layout::LOG, &Bytes::from(text)).await? else {
         return Ok(());
     };
     let found: ArchivedLog =
@@ -793,14 +786,15 @@ async fn claim_log(archive: &Archive, root: &LogRoot) -> Result<()> {
     }
     let shown = archive.shown();
     let (theirs, log) = (found.log, own.log);
-    let message = match found.format == own.format {
-        true => format!(
+    let message = if found.format == own.format {
+        format!(
             "{shown}: the archive of log {theirs}, and this is log {log}; give each log an archive of its own"
-        ),
-        false => format!(
+        )
+    } else {
+        format!(
             "{shown}: archive format version {}; this program knows version {}",
             found.format, own.format
-        ),
+        )
     };
     Err(Error::new(ErrorKind::InvalidInput, message))
 }
@@ -814,7 +808,7 @@ fn random() -> Result<String> {
     };
     let bytes: [u8; 16] =
         read().map_err(|error| Error::local("read", Path::new("/dev/urandom"), error))?;
-    Ok(bytes.iter().map(|byte| format!("{byte:02x}")).collect())
+    Ok(object::hex(&bytes))
 }
 
 /// The error for an archive that another machine has gone on with: this one may be a host that

@@ -77,9 +77,9 @@ const VMM: &[&[&str]] = &[
 const WALVISOR: &[&[&str]] = &[
     &[
         "child",
+        "descriptors",
         "disk",
         "disk_spec",
-        "guest_file",
         "machine_memory",
         "metrics_server",
         "net_spec",
@@ -92,7 +92,7 @@ const WALVISOR: &[&[&str]] = &[
         "size",
         "table",
     ],
-    &["landlock", "lio"],
+    &["guest_file", "landlock", "lio"],
     &["demo", "disks", "metrics"],
     &["memory_limit"],
     &["control_socket"],

@@ -11,10 +11,10 @@
 //! * the files that the command reads,
 //! * the directories that `--disk-dir` names.
 //!
-//! It can't run a program, bind or connect to a port (except where a command is there to connect),
-//! or reach an abstract socket or process outside. Files that are already open stay open. Outside `--disk-dir` the process need not make
-//! or remove files beside the images: a new log is made before the restriction, and another process
-//! removes the names of sockets.
+//! It can't run a program, bind or connect to a port (unless connecting is the command's job), or
+//! reach an abstract socket or process outside. Files that are already open stay open. Outside
+//! `--disk-dir` the process need not make or remove files beside the images: a new log is made
+//! before the restriction, and another process removes the names of sockets.
 //!
 //! The process uses all of Landlock that the kernel has (Linux 5.13 for files, 6.7 for ports, 6.12
 //! for the rest). If the kernel has none, the process warns once.
@@ -214,9 +214,10 @@ impl AllowedPaths {
     }
 
     fn try_restrict(&self) -> Result<RulesetStatus, RulesetError> {
-        let ports = match self.connects {
-            true => AccessNet::BindTcp.into(),
-            false => AccessNet::from_all(NEWEST),
+        let ports = if self.connects {
+            AccessNet::BindTcp.into()
+        } else {
+            AccessNet::from_all(NEWEST)
         };
         let ruleset = Ruleset::default()
             .set_compatibility(CompatLevel::BestEffort)

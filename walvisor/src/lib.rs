@@ -12,6 +12,7 @@ pub mod cli;
 pub mod commands;
 pub mod control_socket;
 pub mod demo;
+mod descriptors;
 pub mod disk;
 pub mod disk_spec;
 pub mod disks;

@@ -14,7 +14,7 @@ use object_store::{
 use walvisor_testkit::Random;
 
 #[derive(Debug)]
-pub(super) struct Faulty {
+pub(super) struct FaultyStore {
     inner: Arc<InMemory>,
     random: Mutex<Random>,
     /// One request in so many goes wrong; 0: none.
@@ -35,7 +35,7 @@ fn failed() -> object_store::Error {
     }
 }
 
-impl Faulty {
+impl FaultyStore {
     pub(super) fn new(inner: Arc<InMemory>, seed: u64, one_in: u64) -> Self {
         Self {
             inner,
@@ -94,14 +94,14 @@ impl Faulty {
     }
 }
 
-impl std::fmt::Display for Faulty {
+impl std::fmt::Display for FaultyStore {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         f.write_str("faulty")
     }
 }
 
 #[async_trait::async_trait]
-impl ObjectStore for Faulty {
+impl ObjectStore for FaultyStore {
     async fn put_opts(
         &self,
         location: &Path,

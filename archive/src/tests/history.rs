@@ -10,7 +10,7 @@ use walvisor_storage::{
 };
 use walvisor_testkit::{Random, queue};
 
-use super::faulty::Faulty;
+use super::faulty::FaultyStore;
 use super::{Bench, SECTORS, archive_in, bytes_of, mark, settle};
 use crate::error::ErrorKind;
 use crate::remote::Archive;
@@ -142,7 +142,11 @@ fn run(seed: u64) -> u64 {
         Retention::Bytes(256 << 10),
     ];
     let bench = Bench::new(&DISKS, retain[random.below(3) as usize]);
-    let faulty = Arc::new(Faulty::new(bench.store.clone(), seed, 4 + random.below(12)));
+    let faulty = Arc::new(FaultyStore::new(
+        bench.store.clone(),
+        seed,
+        4 + random.below(12),
+    ));
     let archive = archive_in(faulty.clone());
     let options = UploadOptions {
         base_every: None,

@@ -17,7 +17,7 @@ use walvisor_testkit::queue;
 use crate::error::{ErrorKind, Result};
 use crate::layout::{self, Place};
 use crate::remote::Archive;
-use crate::restore::{Restored, restore, verify};
+use crate::restore::{RestoreReport, restore, verify};
 use crate::survey::survey;
 use crate::uploader::{Tick, UploadOptions, Uploader};
 
@@ -58,11 +58,18 @@ impl Bench {
         Store::open(&self.log(), &disks, &options(Retention::Nothing)).unwrap()
     }
 
+    /// A log of disk "a", which is open, and an archive for it.
+    fn in_use(retain: Retention) -> (Self, Archive, Store) {
+        let bench = Self::new(&["a"], retain);
+        let (archive, store) = (bench.archive(), bench.open(&["a"]));
+        (bench, archive, store)
+    }
+
     fn archive(&self) -> Archive {
         archive_in(self.store.clone())
     }
 
-    fn restore(&self, archive: &Archive, at: Point) -> Result<(tempfile::TempDir, Restored)> {
+    fn restore(&self, archive: &Archive, at: Point) -> Result<(tempfile::TempDir, RestoreReport)> {
         let dir = tempfile::tempdir_in(self.dir.path()).unwrap();
         let restored = restore(archive, &dir.path().join("restored"), at, &mut |_, _| {})?;
         Ok((dir, restored))
@@ -122,9 +129,7 @@ fn settle(uploader: &mut Uploader<'_>) -> Tick {
 
 #[test]
 fn a_disk_in_use_comes_back_as_of_its_commits() {
-    let bench = Bench::new(&["a"], Retention::All);
-    let archive = bench.archive();
-    let store = bench.open(&["a"]);
+    let (bench, archive, store) = Bench::in_use(Retention::All);
     let disk = &store.disks()[0];
     write(disk, 0, 1, 8);
     let mut up = uploader(&archive, &bench);
@@ -163,9 +168,7 @@ fn a_disk_in_use_comes_back_as_of_its_commits() {
 /// The log keeps no history, so checkpoints overwrite the images while they are copied.
 #[test]
 fn images_that_change_while_they_are_copied_are_made_exact() {
-    let bench = Bench::new(&["a"], Retention::Nothing);
-    let archive = bench.archive();
-    let store = bench.open(&["a"]);
+    let (bench, archive, store) = Bench::in_use(Retention::Nothing);
     let disk = &store.disks()[0];
     let mut up = uploader(&archive, &bench);
     let mut model = vec![0; SECTORS as usize * 512];
@@ -246,9 +249,7 @@ fn images_lead_to_no_point_before_what_they_may_have() {
 
 #[test]
 fn an_uploader_that_was_killed_goes_on_where_it_was() {
-    let bench = Bench::new(&["a"], Retention::All);
-    let archive = bench.archive();
-    let store = bench.open(&["a"]);
+    let (bench, archive, store) = Bench::in_use(Retention::All);
     let disk = &store.disks()[0];
     for round in 1..8u8 {
         write(disk, u64::from(round), round, 1);
@@ -299,7 +300,7 @@ fn an_uploader_that_lost_the_archive_stops_and_what_it_adds_does_not_count() {
 #[test]
 fn a_store_that_ignores_conditions_is_refused() {
     let bench = Bench::new(&["a"], Retention::All);
-    let careless = Arc::new(faulty::Faulty::careless(bench.store.clone()));
+    let careless = Arc::new(faulty::FaultyStore::careless(bench.store.clone()));
     let archive = archive_in(careless.clone());
     let refused = Uploader::new(&archive, &bench.log(), UploadOptions::default()).map(drop);
     let refused = refused.unwrap_err().to_string();
@@ -331,9 +332,7 @@ fn an_archive_is_of_one_log() {
 /// The uploader is away while the log recycles its segments.
 #[test]
 fn a_log_that_went_on_without_the_archive_begins_anew_and_the_old_span_stays() {
-    let bench = Bench::new(&["a"], Retention::Nothing);
-    let archive = bench.archive();
-    let store = bench.open(&["a"]);
+    let (bench, archive, store) = Bench::in_use(Retention::Nothing);
     let disk = &store.disks()[0];
     write(disk, 0, 1, 1);
     let first = mark(disk);
@@ -390,9 +389,7 @@ fn a_log_that_went_on_without_the_archive_begins_anew_and_the_old_span_stays() {
 /// A program mounts the image, say, while no log has it open.
 #[test]
 fn an_image_that_others_have_written_to_begins_anew() {
-    let bench = Bench::new(&["a"], Retention::Nothing);
-    let archive = bench.archive();
-    let store = bench.open(&["a"]);
+    let (bench, archive, store) = Bench::in_use(Retention::Nothing);
     write(&store.disks()[0], 0, 1, 1);
     let mut up = uploader(&archive, &bench);
     settle(&mut up);
@@ -415,9 +412,7 @@ fn an_image_that_others_have_written_to_begins_anew() {
 
 #[test]
 fn damage_in_the_log_is_told() {
-    let bench = Bench::new(&["a"], Retention::All);
-    let archive = bench.archive();
-    let store = bench.open(&["a"]);
+    let (bench, archive, store) = Bench::in_use(Retention::All);
     let disk = &store.disks()[0];
     let mut up = uploader(&archive, &bench);
     for round in 1..6 {
@@ -441,9 +436,7 @@ fn damage_in_the_log_is_told() {
 /// Nobody has written since, so no record tells of it.
 #[test]
 fn a_restore_in_place_that_the_images_have_passed_begins_anew() {
-    let bench = Bench::new(&["a"], Retention::All);
-    let archive = bench.archive();
-    let store = bench.open(&["a"]);
+    let (bench, archive, store) = Bench::in_use(Retention::All);
     write(&store.disks()[0], 0, 1, 1);
     let one = mark(&store.disks()[0]);
     write(&store.disks()[0], 0, 2, 1);
@@ -468,9 +461,7 @@ fn a_restore_in_place_that_the_images_have_passed_begins_anew() {
 
 #[test]
 fn a_disk_that_grows_is_as_large_when_it_comes_back() {
-    let bench = Bench::new(&["a"], Retention::All);
-    let archive = bench.archive();
-    let store = bench.open(&["a"]);
+    let (bench, archive, store) = Bench::in_use(Retention::All);
     let disk = &store.disks()[0];
     let mut up = uploader(&archive, &bench);
     settle(&mut up);
@@ -539,9 +530,7 @@ fn a_restore_in_place_is_seen() {
 /// The log is an older one than the archive has seen, and nobody has opened it yet.
 #[test]
 fn a_log_that_is_behind_the_archive_does_not_pass_for_its_end() {
-    let bench = Bench::new(&["a"], Retention::All);
-    let archive = bench.archive();
-    let store = bench.open(&["a"]);
+    let (bench, archive, store) = Bench::in_use(Retention::All);
     let disk = &store.disks()[0];
     write(disk, 0, 1, 1);
     let one = mark(disk);
@@ -570,9 +559,7 @@ fn a_log_that_is_behind_the_archive_does_not_pass_for_its_end() {
 /// that a record has in the other log.
 #[test]
 fn a_restore_in_place_of_one_log_does_not_count_in_another() {
-    let bench = Bench::new(&["a"], Retention::All);
-    let archive = bench.archive();
-    let store = bench.open(&["a"]);
+    let (bench, archive, store) = Bench::in_use(Retention::All);
     let mut port = store.disks()[0].open_port().unwrap();
     for sector in 0..3 {
         let data = Buffer::from(&[7; 512][..]);
@@ -602,9 +589,7 @@ fn a_restore_in_place_of_one_log_does_not_count_in_another() {
 /// The log that was restored goes on, in the same archive and in one of its own.
 #[test]
 fn a_restored_log_goes_on() {
-    let bench = Bench::new(&["a"], Retention::All);
-    let archive = bench.archive();
-    let store = bench.open(&["a"]);
+    let (bench, archive, store) = Bench::in_use(Retention::All);
     let disk = &store.disks()[0];
     write(disk, 0, 1, 1);
     let one = mark(disk);
@@ -629,9 +614,7 @@ fn a_restored_log_goes_on() {
 
 #[test]
 fn damage_in_the_store_is_told_and_never_restored() {
-    let bench = Bench::new(&["a"], Retention::All);
-    let archive = bench.archive();
-    let store = bench.open(&["a"]);
+    let (bench, archive, store) = Bench::in_use(Retention::All);
     let disk = &store.disks()[0];
     write(disk, 0, 1, 64);
     disk.checkpoint().unwrap();
@@ -701,7 +684,7 @@ fn a_restore_that_was_ended_goes_on_with_the_next_chunk() {
     let archive = bench.archive();
     let mut up = Uploader::new(&archive, &log, UploadOptions::default()).unwrap();
     settle(&mut up);
-    let faulty = Arc::new(faulty::Faulty::new(bench.store.clone(), 0, 0));
+    let faulty = Arc::new(faulty::FaultyStore::new(bench.store.clone(), 0, 0));
     let failing = archive_in(faulty.clone());
     let dir = bench.dir.path().join("restored");
     faulty.fail_after(300);
@@ -750,9 +733,7 @@ fn an_archive_in_a_directory() {
 /// What an idle log costs.
 #[test]
 fn an_idle_log_sends_nothing() {
-    let bench = Bench::new(&["a"], Retention::All);
-    let archive = bench.archive();
-    let store = bench.open(&["a"]);
+    let (bench, archive, store) = Bench::in_use(Retention::All);
     write(&store.disks()[0], 5, 7, 1);
     mark(&store.disks()[0]);
     let mut up = uploader(&archive, &bench);

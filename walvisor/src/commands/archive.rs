@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 use clap::{Args, Subcommand};
 use serde_json::{Value, json};
 use walvisor_archive::{
-    Archive, ArchiveUrl, ErrorKind, Restored, Tick, UploadOptions, Uploader, restore, survey,
+    Archive, ArchiveUrl, ErrorKind, RestoreReport, Tick, UploadOptions, Uploader, restore, survey,
     verify,
 };
 use walvisor_storage::{Commit, LogRoot, Point, Retention};
@@ -75,7 +75,7 @@ enum ArchiveAction {
         /// The directory to make.
         dir: PathBuf,
         #[command(flatten)]
-        at: At,
+        at: PointArgument,
         /// Whether the process gives up the files and ports that it does not need.
         #[arg(long, value_enum, default_value_t)]
         landlock: Landlock,
@@ -88,7 +88,7 @@ enum ArchiveAction {
         /// The archive.
         url: String,
         #[command(flatten)]
-        at: At,
+        at: PointArgument,
         /// Whether the process gives up the files and ports that it does not need.
         #[arg(long, value_enum, default_value_t)]
         landlock: Landlock,
@@ -100,7 +100,7 @@ enum ArchiveAction {
 
 /// A point of the log's history.
 #[derive(Clone, Copy, Debug, Args)]
-struct At {
+struct PointArgument {
     /// As of this point: cid:N, lsn:N, snapshot:NAME, time:2026-11-22T12:03:00Z, a time before now,
     /// such as -15m, or newest.
     #[arg(
@@ -156,9 +156,10 @@ pub fn run(arguments: &ArchiveArguments) -> Result<(), CommandError> {
             }
             places.restrict(*landlock);
             let archive = Archive::open(&url)?;
-            match follow {
-                false => push(&archive, log, options, *json),
-                true => follow_log(&archive, log, &options, *interval, *json),
+            if *follow {
+                follow_log(&archive, log, &options, *interval, *json)
+            } else {
+                push(&archive, log, options, *json)
             }
         }
         ArchiveAction::Status {
@@ -396,7 +397,7 @@ fn status(archive: &Archive, json: bool) -> Result<(), CommandError> {
     Ok(())
 }
 
-fn report_restored(done: &Restored, json: bool) {
+fn report_restored(done: &RestoreReport, json: bool) {
     if json {
         let mut line = restored_json(done);
         line["log"] = json!(done.log_dir);
@@ -417,9 +418,10 @@ fn report_restored(done: &Restored, json: bool) {
     ));
     for disk in &done.disks {
         let path = disk.path.display();
-        let log = match walvisor_storage::default_log_dir(&disk.path) == done.log_dir {
-            true => String::new(),
-            false => format!(",log={}", done.log_dir.display()),
+        let log = if walvisor_storage::default_log_dir(&disk.path) == done.log_dir {
+            String::new()
+        } else {
+            format!(",log={}", done.log_dir.display())
         };
         print(format_args!(
             "  {}: --disk path={path}{log}\n",
@@ -428,7 +430,7 @@ fn report_restored(done: &Restored, json: bool) {
     }
 }
 
-fn report_verified(done: &Restored, json: bool) {
+fn report_verified(done: &RestoreReport, json: bool) {
     if json {
         return print(format_args!("{}\n", restored_json(done)));
     }
@@ -441,7 +443,7 @@ fn report_verified(done: &Restored, json: bool) {
     ));
 }
 
-fn restored_json(done: &Restored) -> Value {
+fn restored_json(done: &RestoreReport) -> Value {
     let mut line = point_json(done.commit);
     line["log_bytes"] = done.log_bytes.into();
     line["chunks"] = done.chunks.into();

@@ -25,15 +25,12 @@ use super::socket::bind;
 use super::socket_names::SocketNames;
 use crate::control_socket::{
     CONTROL_MODE, CacheChoice, ControlCommand, FEW_POINTS, Format, LimitChange, LookRequest,
-    MOST_POINTS, ask, ask_with,
+    MOST_POINTS, MOST_READ, ask, ask_with,
 };
 use crate::disk_spec::DiskCommand;
 use crate::guest_file::{OpenedDisk, ReadDisk};
 use crate::progress::with_bar;
 use crate::size::{human_size, parse_size};
-
-/// Bytes of a guest's disk that are read at a time.
-const MOST_READ: usize = 1 << 20;
 
 /// The arguments of `walvisor ctl`.
 #[derive(Args, Debug)]
@@ -504,7 +501,8 @@ fn reads_of(socket: UnixStream) -> ReadDisk {
     let socket = Mutex::new(socket);
     Arc::new(move |bytes: &mut [u8], at: u64| {
         let mut socket = socket.lock().unwrap_or_else(PoisonError::into_inner);
-        for (place, piece) in (at..).step_by(MOST_READ).zip(bytes.chunks_mut(MOST_READ)) {
+        let most = MOST_READ as usize;
+        for (place, piece) in (at..).step_by(most).zip(bytes.chunks_mut(most)) {
             let len = piece.len() as u32;
             socket.write_all(&[&place.to_le_bytes()[..], &len.to_le_bytes()].concat())?;
             socket.read_exact(piece)?;

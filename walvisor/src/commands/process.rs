@@ -135,6 +135,7 @@ impl ProcessArguments {
         });
         sockets.collect()
     }
+
     /// Gives up root, then all files and ports that the process doesn't need, and opens its disks.
     /// Call it while the process has one thread, and after all its sockets are bound: their names
     /// now belong to a child. System calls are still to be given up, by the seccomp filter.

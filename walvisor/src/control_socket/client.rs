@@ -1,18 +1,16 @@
 //! The client of a control socket: `walvisor ctl`.
 
-use std::io::{BufRead, BufReader, IoSlice, Write};
-use std::mem::MaybeUninit;
+use std::io::{BufRead, BufReader, Write};
 use std::os::fd::BorrowedFd;
 use std::os::unix::net::UnixStream;
 use std::path::Path;
 
-use rustix::net::{SendAncillaryBuffer, SendAncillaryMessage, SendFlags, sendmsg};
 use serde::Deserialize;
 use serde_json::Value;
 use walvisor_storage::Progress;
 
 use super::command::ControlCommand;
-use super::lines::MOST_FILES;
+use crate::descriptors;
 
 /// A line from the server: an answer, or an event before it.
 #[derive(Deserialize)]
@@ -111,10 +109,6 @@ fn send(mut stream: &UnixStream, bytes: &[u8], files: &[BorrowedFd<'_>]) -> std:
     if files.is_empty() {
         return stream.write_all(bytes);
     }
-    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(MOST_FILES))];
-    let mut control = SendAncillaryBuffer::new(&mut space);
-    control.push(SendAncillaryMessage::ScmRights(files));
-    let slices = [IoSlice::new(bytes)];
-    let sent = sendmsg(stream, &slices, &mut control, SendFlags::NOSIGNAL)?;
+    let sent = descriptors::send(stream, bytes, files)?;
     stream.write_all(&bytes[sent..])
 }

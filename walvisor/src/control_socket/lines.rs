@@ -3,9 +3,6 @@
 /// Longest line in bytes, without its line end.
 pub const MAX_LINE: usize = 64 << 10;
 
-/// Limit on the descriptors that come with a line. Further ones are dropped.
-pub(super) const MOST_FILES: usize = 4;
-
 /// A complete line.
 #[derive(Debug, PartialEq, Eq)]
 pub(super) enum InputLine {

@@ -37,6 +37,7 @@ pub use command::{
 };
 pub use controlled::{AddedDisk, ControlledProcess, DiskHotplug, Power, RemovalError};
 pub use lines::MAX_LINE;
+pub use reads::MOST_READ;
 pub use server::{MAX_CLIENTS, Server};
 
 /// Permissions of a control socket.

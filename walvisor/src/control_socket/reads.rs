@@ -20,7 +20,7 @@ use walvisor_devices::listen::{Stop, Waiter, WakeReason};
 use walvisor_storage::PointReader;
 
 /// Bytes of a read at most.
-const MOST_BYTES: u32 = 1 << 20;
+pub const MOST_READ: u32 = 1 << 20;
 /// Bytes of the request for a read.
 const REQUEST: usize = 12;
 /// How often the log gets a chance to make room while the client is silent.
@@ -52,24 +52,24 @@ impl ReadClient {
     ) -> io::Result<()> {
         let (size, len) = (reader.bytes(), name.len() as u32);
         let first = [&size.to_le_bytes()[..], &len.to_le_bytes(), name.as_bytes()].concat();
-        self.pass(reader, note, &mut Passed::Out(&first))?;
+        self.pass(reader, note, &mut StreamBytes::Out(&first))?;
         let mut bytes = Vec::new();
         loop {
             let mut request = [0; REQUEST];
-            if !self.pass(reader, note, &mut Passed::In(&mut request))? {
+            if !self.pass(reader, note, &mut StreamBytes::In(&mut request))? {
                 return Ok(());
             }
             let (at, len) = request.split_at(8);
             let at = u64::from_le_bytes(at.try_into().map_err(io::Error::other)?);
             let len = u32::from_le_bytes(len.try_into().map_err(io::Error::other)?);
-            if len > MOST_BYTES {
-                let why = format!("a read of {len} bytes: ask for at most {MOST_BYTES}");
+            if len > MOST_READ {
+                let why = format!("a read of {len} bytes: ask for at most {MOST_READ}");
                 return Err(io::Error::new(ErrorKind::InvalidInput, why));
             }
             bytes.resize(len as usize, 0);
             let read = reader.read(&mut bytes, at, &mut || note(0));
             read.map_err(io::Error::other)?;
-            self.pass(reader, note, &mut Passed::Out(&bytes))?;
+            self.pass(reader, note, &mut StreamBytes::Out(&bytes))?;
             if !note(len.into()) {
                 return Err(io::Error::other("it was given up"));
             }
@@ -82,13 +82,13 @@ impl ReadClient {
         &mut self,
         reader: &mut PointReader<'_>,
         note: &mut dyn FnMut(u64) -> bool,
-        passed: &mut Passed<'_>,
+        passed: &mut StreamBytes<'_>,
     ) -> io::Result<bool> {
         let mut done = 0;
         while done < passed.len() {
             let (count, event) = match passed {
-                Passed::In(bytes) => (self.stream.read(&mut bytes[done..]), EventSet::IN),
-                Passed::Out(bytes) => (self.stream.write(&bytes[done..]), EventSet::OUT),
+                StreamBytes::In(bytes) => (self.stream.read(&mut bytes[done..]), EventSet::IN),
+                StreamBytes::Out(bytes) => (self.stream.write(&bytes[done..]), EventSet::OUT),
             };
             match count {
                 Ok(0) if done == 0 => return Ok(false),
@@ -119,13 +119,13 @@ impl ReadClient {
     }
 }
 
-/// What is passed.
-enum Passed<'a> {
+/// Bytes to read from a stream, or to write to it.
+enum StreamBytes<'a> {
     In(&'a mut [u8]),
     Out(&'a [u8]),
 }
 
-impl Passed<'_> {
+impl StreamBytes<'_> {
     fn len(&self) -> usize {
         match self {
             Self::In(bytes) => bytes.len(),

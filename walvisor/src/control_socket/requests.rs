@@ -8,6 +8,7 @@ use std::path::{Path, PathBuf};
 use std::sync::atomic::Ordering;
 
 use rustix::net::sockopt;
+use serde::Serialize;
 use serde_json::{Value, json};
 use walvisor_devices::backend::{SECTOR_SIZE, flush};
 use walvisor_devices::throttle::{self};
@@ -495,9 +496,8 @@ impl ControlledProcess {
         }
         let mut answer = json!({ "disks": done });
         if !given_up.is_empty() {
-            let logs = given_up.iter().map(|(log, (disks, since))| {
-                json!({ "log": log, "disks": disks, "since_unix_us": since })
-            });
+            let logs = given_up.iter();
+            let logs = logs.map(|(log, (disks, since))| given_up_json(log, disks, *since));
             answer["history_given_up"] = logs.collect();
         }
         Ok(answer)
@@ -522,11 +522,8 @@ impl ControlledProcess {
                     disk.name
                 )));
             }
-            answer["history_given_up"] = json!([{
-                "log": log_name(&*disk.backend),
-                "disks": names,
-                "since_unix_us": history.horizon.unix_us,
-            }]);
+            let (log, since) = (log_name(&*disk.backend), history.horizon.unix_us);
+            answer["history_given_up"] = json!([given_up_json(log, &names, since)]);
         }
         in_log(&disk, |disk| disk.set_retain(kept))?;
         Ok(answer)
@@ -689,6 +686,11 @@ impl ControlledProcess {
         };
         Ok(json!({ "disk": disk.name, "size_bytes": done.size, "copied_bytes": done.copied }))
     }
+}
+
+/// Whose history a log has lost, and since when it was kept.
+fn given_up_json(log: impl Serialize, disks: &[String], since_unix_us: u64) -> Value {
+    json!({ "log": log, "disks": disks, "since_unix_us": since_unix_us })
 }
 
 /// Runs `action` on a disk that has a log.

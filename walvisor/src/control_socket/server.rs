@@ -1,23 +1,20 @@
 //! One thread accepts clients, and each client has a thread. Every wait ends when the server stops,
 //! so a client that sends half a line or never reads delays neither the shutdown nor other clients.
 
-use std::fs::File;
-use std::io::{self, ErrorKind, IoSliceMut, Write};
-use std::mem::MaybeUninit;
-use std::os::fd::OwnedFd;
+use std::io::{self, ErrorKind, Write};
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::sync::Arc;
 use std::thread;
 use std::time::{Duration, Instant};
 
-use rustix::net::{RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, recvmsg};
 use walvisor_devices::event_loop::EventSet;
 use walvisor_devices::listen::{Stop, Threads, Waiter, WakeReason, accept_each};
 
 use super::command::{ControlCommand, ControlError, ControlRequest, export_progress};
 use super::controlled::ControlledProcess;
-use super::lines::{InputLine, LineReader, MAX_LINE, MOST_FILES};
+use super::lines::{InputLine, LineReader, MAX_LINE};
 use super::reads::ReadClient;
+use crate::descriptors;
 
 /// Limit on clients. A further one gets an error and is disconnected.
 pub const MAX_CLIENTS: usize = 32;
@@ -112,7 +109,14 @@ fn converse(stream: &UnixStream, controlled: &ControlledProcess, stop: &Stop) ->
         if waiter.wait(stream, EventSet::IN, None)? == WakeReason::Stopped {
             return Ok(());
         }
-        let count = match receive(stream, &mut buffer, &mut files) {
+        let received = descriptors::receive(stream, &mut buffer);
+        let count = received.map_err(io::Error::from).map(|(count, with)| {
+            if !with.is_empty() {
+                files = with;
+            }
+            count
+        });
+        let count = match count {
             Ok(0) if lines.is_open() => {
                 let error = ControlError::new("the last line is incomplete and was ignored");
                 return send(
@@ -137,32 +141,27 @@ fn converse(stream: &UnixStream, controlled: &ControlledProcess, stop: &Stop) ->
                     "the line is longer than {MAX_LINE} bytes: send a shorter one"
                 ))),
             };
-            let files = std::mem::take(&mut files);
-            let outcome = request.command.clone().and_then(|command| match &command {
-                ControlCommand::Export { disk, at } if !files.is_empty() => {
-                    let mut tell = progress(stream, &mut waiter);
-                    let file = files.into_iter().next_back().map(File::from);
-                    file.map_or_else(
-                        || controlled.execute(&command),
-                        |file| controlled.export(disk.as_deref(), at.as_deref(), file, &mut tell),
-                    )
+            let mut files = std::mem::take(&mut files);
+            let outcome = request.command.clone().and_then(|command| {
+                let Some(file) = files.pop() else {
+                    return controlled.execute(&command);
+                };
+                match &command {
+                    ControlCommand::Export { disk, at } => {
+                        let mut tell = progress(stream, &mut waiter);
+                        controlled.export(disk.as_deref(), at.as_deref(), file.into(), &mut tell)
+                    }
+                    ControlCommand::Read { disk, at } => {
+                        let failed = |error| ControlError::new(format_args!("read: {error}"));
+                        let mut client = ReadClient::new(file, stop).map_err(failed)?;
+                        controlled.read(disk.as_deref(), at, &mut client)
+                    }
+                    ControlCommand::Look(request) => {
+                        files.push(file);
+                        controlled.look(request, files)
+                    }
+                    _ => controlled.execute(&command),
                 }
-                ControlCommand::Read { disk, at } if !files.is_empty() => {
-                    let socket = files.into_iter().next_back();
-                    socket.map_or_else(
-                        || controlled.execute(&command),
-                        |socket| {
-                            let mut client = ReadClient::new(socket, stop).map_err(|error| {
-                                ControlError::new(format_args!("read: {error}"))
-                            })?;
-                            controlled.read(disk.as_deref(), at, &mut client)
-                        },
-                    )
-                }
-                ControlCommand::Look(request) if !files.is_empty() => {
-                    controlled.look(request, files)
-                }
-                _ => controlled.execute(&command),
             });
             send(stream, &request.answer(outcome), &mut waiter)?;
             // Some commands take effect after their answer.
@@ -171,20 +170,6 @@ fn converse(stream: &UnixStream, controlled: &ControlledProcess, stop: &Stop) ->
             }
         }
     }
-}
-
-/// Receives bytes, and descriptors if any come with them.
-fn receive(stream: &UnixStream, buffer: &mut [u8], files: &mut Vec<OwnedFd>) -> io::Result<usize> {
-    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(MOST_FILES))];
-    let mut control = RecvAncillaryBuffer::new(&mut space);
-    let slices = &mut [IoSliceMut::new(buffer)];
-    let received = recvmsg(stream, slices, &mut control, RecvFlags::CMSG_CLOEXEC)?;
-    for message in control.drain() {
-        if let RecvAncillaryMessage::ScmRights(rights) = message {
-            *files = rights.collect();
-        }
-    }
-    Ok(received.bytes)
 }
 
 /// Returns a function that sends a client the progress of its export from time to time. It returns

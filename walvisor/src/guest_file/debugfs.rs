@@ -128,9 +128,10 @@ impl Debugfs {
             .unwrap_or_default()
             .escape_debug()
             .to_string();
-        match output.status.success() {
-            true => Ok((out, last)),
-            false => Err(format!("debugfs failed ({}): {last}", output.status)),
+        if output.status.success() {
+            Ok((out, last))
+        } else {
+            Err(format!("debugfs failed ({}): {last}", output.status))
         }
     }
 }

@@ -12,8 +12,7 @@
 
 use std::collections::HashMap;
 use std::fs::File;
-use std::io::{self, IoSlice, IoSliceMut, Read, Write};
-use std::mem::MaybeUninit;
+use std::io::{self, Read, Write};
 use std::ops::Range;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use std::os::unix::fs::FileExt;
@@ -26,10 +25,6 @@ use rustix::mount::{
     FsMountFlags, FsOpenFlags, MountAttrFlags, fsconfig_create, fsconfig_set_string, fsmount,
     fsopen,
 };
-use rustix::net::{
-    RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SendAncillaryBuffer,
-    SendAncillaryMessage, SendFlags, recvmsg, sendmsg,
-};
 use rustix::process::{Pid, WaitOptions, getgid, getuid, waitpid};
 use rustix::stdio::{dup2_stderr, dup2_stdin, dup2_stdout};
 use serde::{Deserialize, Serialize};
@@ -37,6 +32,7 @@ use walvisor_storage::{Progress, scratch_file};
 use zerocopy::{FromZeros, Immutable, IntoBytes};
 
 use super::volume::{FileSystem, ReadDisk, Volume};
+use crate::descriptors;
 use crate::progress::with_bar;
 
 /// Bytes that are read or written at a time at most.
@@ -56,7 +52,7 @@ const TRANSFER: usize = 40;
 /// `struct fuse_out_header`.
 #[derive(Immutable, IntoBytes)]
 #[repr(C)]
-struct Answer {
+struct ReplyHeader {
     len: u32,
     error: i32,
     unique: u64,
@@ -65,7 +61,7 @@ struct Answer {
 /// `struct fuse_init_out`.
 #[derive(FromZeros, Immutable, IntoBytes)]
 #[repr(C)]
-struct Init {
+struct InitReply {
     version: [u32; 2],
     max_readahead: u32,
     flags: u32,
@@ -176,7 +172,7 @@ pub struct ServedVolume {
 
 /// What the child says, with the descriptor of the file.
 #[derive(Deserialize, Serialize)]
-enum Told {
+enum ChildReport {
     Volume {
         name: String,
         xfs: bool,
@@ -198,7 +194,7 @@ impl ServedVolume {
         open: impl FnOnce() -> Result<OpenedDisk, String>,
     ) -> Result<Self, String> {
         let failed = |error: io::Error| format!("can't read it in a child: {error}");
-        let (mut socket, theirs) = UnixStream::pair().map_err(failed)?;
+        let (socket, theirs) = UnixStream::pair().map_err(failed)?;
         let threads = std::fs::read_dir("/proc/self/task").map_err(failed)?;
         assert_eq!(
             threads.count(),
@@ -215,10 +211,10 @@ impl ServedVolume {
             child => Pid::from_raw(child).ok_or_else(|| failed(io::Error::last_os_error()))?,
         };
         drop(theirs);
-        let (told, file) = receive(&mut socket).map_err(failed)?;
+        let (told, file) = receive(&socket).map_err(failed)?;
         match (serde_json::from_slice(&told), file) {
             (
-                Ok(Told::Volume {
+                Ok(ChildReport::Volume {
                     name,
                     xfs,
                     partition,
@@ -247,7 +243,7 @@ impl ServedVolume {
                     child,
                 })
             }
-            (Ok(Told::Failed(why)), _) => Err(why),
+            (Ok(ChildReport::Failed(why)), _) => Err(why),
             _ => Err("the child that reads it has ended".to_owned()),
         }
     }
@@ -272,35 +268,16 @@ impl Drop for ServedVolume {
 }
 
 /// What the child says, and the descriptor that comes with it.
-fn receive(socket: &mut UnixStream) -> io::Result<(Vec<u8>, Option<OwnedFd>)> {
-    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
-    let mut control = RecvAncillaryBuffer::new(&mut space);
+fn receive(socket: &UnixStream) -> io::Result<(Vec<u8>, Option<OwnedFd>)> {
     let mut told = vec![0; 64 << 10];
-    let slices = &mut [IoSliceMut::new(&mut told)];
-    let received = recvmsg(&*socket, slices, &mut control, RecvFlags::CMSG_CLOEXEC)?;
-    told.truncate(received.bytes);
-    let file = control.drain().find_map(|message| match message {
-        RecvAncillaryMessage::ScmRights(mut files) => files.next(),
-        _ => None,
-    });
-    Ok((told, file))
+    let (count, files) = descriptors::receive(socket, &mut told)?;
+    told.truncate(count);
+    Ok((told, files.into_iter().next()))
 }
 
 /// Says something, with a descriptor.
-fn tell(socket: &UnixStream, told: &Told, file: Option<BorrowedFd<'_>>) -> io::Result<()> {
-    let line = serde_json::to_vec(told)?;
-    let files: Vec<_> = file.into_iter().collect();
-    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
-    let mut control = SendAncillaryBuffer::new(&mut space);
-    if !files.is_empty() {
-        control.push(SendAncillaryMessage::ScmRights(&files));
-    }
-    sendmsg(
-        socket,
-        &[IoSlice::new(&line)],
-        &mut control,
-        SendFlags::NOSIGNAL,
-    )?;
+fn tell(socket: &UnixStream, report: &ChildReport, file: Option<BorrowedFd<'_>>) -> io::Result<()> {
+    descriptors::send(socket, &serde_json::to_vec(report)?, file.as_slice())?;
     Ok(())
 }
 
@@ -324,9 +301,9 @@ fn serve(
     let (disk, volume, scratch) = match found {
         Ok(found) => found,
         // Whoever waits for it is gone, or is told.
-        Err(why) => return tell(socket, &Told::Failed(why), None).unwrap_or_default(),
+        Err(why) => return tell(socket, &ChildReport::Failed(why), None).unwrap_or_default(),
     };
-    let told = Told::Volume {
+    let told = ChildReport::Volume {
         name: disk.name,
         xfs: volume.file_system == FileSystem::Xfs,
         partition: volume.partition,
@@ -341,7 +318,7 @@ fn serve(
             });
             let _ = match copied {
                 Ok(()) => tell(socket, &told, Some(scratch.as_fd())),
-                Err(why) => tell(socket, &Told::Failed(why), None),
+                Err(why) => tell(socket, &ChildReport::Failed(why), None),
             };
             return;
         }
@@ -456,8 +433,8 @@ fn answer_all(mut device: &File, mut contents: Contents) -> io::Result<()> {
             Ok(data) => (0, data),
             Err(error) => (-error.raw_os_error().unwrap_or(libc::EIO), Vec::new()),
         };
-        let header = Answer {
-            len: (size_of::<Answer>() + data.len()) as u32,
+        let header = ReplyHeader {
+            len: (size_of::<ReplyHeader>() + data.len()) as u32,
             error,
             unique,
         };
@@ -502,7 +479,7 @@ fn carry_out(request: &[u8], contents: &mut Contents) -> Option<io::Result<Vec<u
         18 | 20 | 25 | 38 => Ok(Vec::new()),
         // INIT.
         26 => {
-            let mut init = Init::new_zeroed();
+            let mut init = InitReply::new_zeroed();
             init.version = VERSION;
             init.max_readahead = number(request, HEADER + 8, 4) as u32;
             init.flags = FLAGS & number(request, HEADER + 12, 4) as u32;
@@ -533,6 +510,8 @@ fn attributes(size: u64) -> Attributes {
 mod tests {
     use std::sync::Arc;
 
+    use walvisor_testkit::Random;
+
     use super::*;
 
     #[test]
@@ -553,13 +532,8 @@ mod tests {
             scratch: tempfile::tempfile().unwrap(),
         };
         let len = model.len();
-        let mut random = 1_u64;
-        let mut below = |limit: usize| {
-            random = random
-                .wrapping_mul(6_364_136_223_846_793_005)
-                .wrapping_add(1);
-            (random >> 33) as usize % limit
-        };
+        let mut random = Random(1);
+        let mut below = |limit: usize| random.below(limit as u64) as usize;
         for round in 0..300 {
             let at = below(len);
             let count = below(len - at).min(9000);

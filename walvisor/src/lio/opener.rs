@@ -10,20 +10,17 @@
 //! ```
 
 use std::fs;
-use std::io::{self, IoSlice, IoSliceMut};
-use std::mem::MaybeUninit;
+use std::io;
 use std::os::fd::{AsFd, AsRawFd, OwnedFd};
 use std::path::Path;
 use std::sync::{Mutex, PoisonError};
 
 use rustix::fs::{Mode, OFlags, open};
 use rustix::io::Errno;
-use rustix::net::{
-    AddressFamily, RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SendAncillaryBuffer,
-    SendAncillaryMessage, SendFlags, SocketFlags, SocketType, recvmsg, send, sendmsg, socketpair,
-};
+use rustix::net::{AddressFamily, SendFlags, SocketFlags, SocketType, send, socketpair};
 
 use crate::child;
+use crate::descriptors;
 use crate::landlock::{AllowedPaths, Landlock};
 
 /// The start of the configuration of walvisor's back stores; tcmu-runner calls this a subtype.
@@ -55,21 +52,16 @@ impl Opener {
         let socket = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         send(&*socket, &number.to_ne_bytes(), SendFlags::NOSIGNAL)?;
         let mut answer = [0; 4];
-        let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
-        let mut control = RecvAncillaryBuffer::new(&mut space);
-        let slices = &mut [IoSliceMut::new(&mut answer)];
-        let flags = RecvFlags::CMSG_CLOEXEC;
-        let received = loop {
-            match recvmsg(&*socket, slices, &mut control, flags) {
+        let (count, device) = loop {
+            match descriptors::receive(&*socket, &mut answer) {
                 Err(Errno::INTR) => {}
-                received => break received?,
+                received => {
+                    let (count, devices) = received?;
+                    break (count, devices.into_iter().next());
+                }
             }
         };
-        let device = control.drain().find_map(|message| match message {
-            RecvAncillaryMessage::ScmRights(mut rights) => rights.next(),
-            _ => None,
-        });
-        match (received.bytes, i32::from_ne_bytes(answer), device) {
+        match (count, i32::from_ne_bytes(answer), device) {
             (4, 0, Some(device)) => Ok(device),
             (4, error, _) => Err(io::Error::from_raw_os_error(error)),
             _ => Err(io::Error::other("the process that opens devices has ended")),
@@ -93,13 +85,7 @@ fn answer(socket: &OwnedFd, uio: &Path) -> rustix::io::Result<()> {
         let answer = error.to_ne_bytes();
         let device = opened.ok();
         let rights: Vec<_> = device.iter().map(AsFd::as_fd).collect();
-        let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
-        let mut control = SendAncillaryBuffer::new(&mut space);
-        if !rights.is_empty() {
-            control.push(SendAncillaryMessage::ScmRights(&rights));
-        }
-        let slices = [IoSlice::new(&answer)];
-        sendmsg(socket, &slices, &mut control, SendFlags::NOSIGNAL)?;
+        descriptors::send(socket, &answer, &rights)?;
     }
 }
 

@@ -113,8 +113,8 @@ pub(super) fn restore_file(
             index_memory: u64::MAX,
             ..StoreOptions::default()
         };
-        let of = (DiskOptions::new(&disk.path), disk.log());
-        let look = Look::open(&of.0, &of.1, at, None, &options);
+        let (options_of_disk, log) = (DiskOptions::new(&disk.path), disk.log());
+        let look = Look::open(&options_of_disk, &log, at, None, &options);
         let look = look.map_err(|error| ask_owner(error, "restore --file PATH --at AT -o NEW"))?;
         let look = BlockingDisk::new(look);
         Ok(OpenedDisk {
