@@ -8,7 +8,7 @@ use walvisor::commands::CommandError;
 use walvisor_storage::StoreOptions;
 
 use super::capped::Volume;
-use crate::place::{Place, failed, make_disks};
+use crate::place::{Place, failed, make_disk, make_disks};
 
 /// Bytes and operations that reached a device.
 #[derive(Clone, Copy, Debug, Default)]
@@ -45,20 +45,23 @@ pub struct MountedMedium {
 
 impl MountedMedium {
     /// Creates a directory in `parent`, with a volume in it if it is to be `capped`, for sides of
-    /// `bytes` bytes each and a log with these options.
+    /// `bytes` bytes each and a log with these options, and a second log for the side that keeps
+    /// history if one is `kept`.
     ///
     /// # Errors
     /// If it cannot be made.
     pub fn new(
         parent: &Path,
         capped: bool,
+        kept: bool,
         bytes: u64,
         options: StoreOptions,
     ) -> Result<Self, CommandError> {
         let place = Place::new(parent)?;
         let log = u64::from(options.max_segments) * options.segment_size;
-        // The peers' images, those of walvisor, its log, and what the file system takes.
-        let needed = (2 * bytes + log) / 10 * 11 + (128 << 20);
+        // The peers' images, those of walvisor, its logs, and what the file system takes.
+        let logs = 1 + u64::from(kept);
+        let needed = (bytes + logs * (bytes + log)) / 10 * 11 + (128 << 20);
         let volume = capped.then(|| Volume::make(place.images(), needed));
         let volume = volume.transpose()?;
         Ok(Self {
@@ -94,26 +97,33 @@ impl MountedMedium {
     }
 
     /// Creates images for `disks` disks, unless they exist. Those for another number of disks go.
+    /// If history is `kept`, the side that keeps it has images and a log of its own: a log that
+    /// has history is not opened by a side that keeps none.
     ///
     /// # Errors
     /// If they cannot be made.
-    pub fn make_images(&mut self, disks: usize) -> Result<(), CommandError> {
-        if self.disks == disks {
-            return Ok(());
-        }
+    pub fn make_images(&mut self, disks: usize, kept: bool) -> Result<(), CommandError> {
         let images = self.images();
-        let log = images.join("log");
-        for disk in 0..self.disks {
-            for side in ["raw", "wal"] {
-                let image = images.join(format!("{side}-{disk}.img"));
-                fs::remove_file(&image).map_err(failed("remove", &image))?;
+        if self.disks != disks {
+            for entry in fs::read_dir(&images).map_err(failed("read", &images))? {
+                let path = entry.map_err(failed("read", &images))?.path();
+                if path.extension().is_some_and(|extension| extension == "img") {
+                    fs::remove_file(&path).map_err(failed("remove", &path))?;
+                } else if path.ends_with("log") || path.ends_with("kept-log") {
+                    fs::remove_dir_all(&path).map_err(failed("remove", &path))?;
+                }
+            }
+            self.disks = disks;
+        }
+        make_disks(&images, disks, self.disk_bytes(), &self.options)?;
+        for disk in (0..disks).filter(|_| kept) {
+            let image = format!("kept-{disk}.img");
+            if !images.join(&image).exists() {
+                let (raw, image) = (format!("raw-{disk}.img"), (&*image, "kept-log"));
+                make_disk(&images, &raw, self.disk_bytes(), image, &self.options)?;
             }
         }
-        if self.disks > 0 {
-            fs::remove_dir_all(&log).map_err(failed("remove", &log))?;
-        }
-        self.disks = disks;
-        make_disks(&images, disks, self.disk_bytes(), &self.options)
+        Ok(())
     }
 
     /// The traffic of the medium's block device so far. `None` if it shares its device with others.

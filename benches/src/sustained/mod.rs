@@ -131,8 +131,14 @@ fn measure(
         max_segments: arguments.segments,
         ..StoreOptions::default()
     };
-    let medium = MountedMedium::new(dir, capped, bytes, options)?;
+    let kept = matrix.rows.iter().any(keeps_history);
+    let medium = MountedMedium::new(dir, capped, kept, bytes, options)?;
     matrix.measure_rows(session, &mut Turns { medium, session })
+}
+
+/// Whether a side of the row keeps history.
+fn keeps_history(row: &Row) -> bool {
+    row.sides[0].plan.contains_key("kept")
 }
 
 /// The turns on a medium.
@@ -146,9 +152,10 @@ impl TakeTurns for Turns<'_> {
         let (medium, disks) = (&mut self.medium, row.sides[0].number("disks") as usize);
         let what = format!("making {disks} images");
         let expected = Duration::from_millis(200 + medium.bytes() / 100_000);
+        let kept = keeps_history(row);
         let made = self
             .session
-            .step(&what, expected, || medium.make_images(disks))?;
+            .step(&what, expected, || medium.make_images(disks, kept))?;
         made.ok_or_else(interrupted)
     }
 
