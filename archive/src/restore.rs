@@ -254,8 +254,8 @@ impl Plan {
         ))
     }
 
-    /// Fetches the chunks of an image from number `from` on, and checks them. `each` gets the number
-    /// and the bytes of each, in order; `None`: they are zeroes.
+    /// Fetches the chunks of an image from number `from` on, and checks them. `each` gets the
+    /// number and the bytes of each, in order; `None`: they are zeroes.
     fn fetch_image(
         &self,
         archive: &Archive,

@@ -19,8 +19,8 @@ const PATIENCE: &str = "120";
 /// How long the daemon may take to start.
 const START_LIMIT: Duration = Duration::from_secs(120);
 
-/// Runs `libvirtd` in system mode in a mount namespace of its own, with the files of $PLACE in place
-/// of the system's, and the user and groups that its package makes.
+/// Runs `libvirtd` in system mode in a mount namespace of its own, with the files of $PLACE in
+/// place of the system's, and the user and groups that its package makes.
 const SYSTEM: &str = "set -e
 for place in etc var/lib var/cache var/log; do
     mkdir -p \"$PLACE/$place/libvirt\" \"/$place/libvirt\"

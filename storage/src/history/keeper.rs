@@ -16,28 +16,43 @@
 //!
 //! Records above *C* are never copied, so a crash at any point leaves base images that the log,
 //! replayed from the previous checkpoint LSN, brings to the same state.
+//!
+//! Disks join and leave a log in use. One that leaves gets a checkpoint of its own, after which its
+//! entry in the control file says that its records are void. Other disks are not copied. If the log
+//! keeps history, nothing is copied: the disk is detached and its records stay in the log, as with
+//! a disk that was opened as a detached one.
 
 use std::collections::BTreeMap;
-use std::time::Duration;
+use std::path::{Path, PathBuf};
+use std::time::{Duration, UNIX_EPOCH};
 
 use zerocopy::little_endian::U64;
 
+use crate::SECTOR_SIZE;
 use crate::catalog::control::ControlFile;
 use crate::catalog::identity::{written, written_parts};
+use crate::catalog::log_location::LogLocation;
+use crate::catalog::options::DiskOptions;
+use crate::catalog::retention::Retention;
+use crate::catalog::snapshot::{Snapshot, SnapshotName};
 use crate::checkpoint::copy::{CopyOutcome, DamagedExtents, FrozenLayer, UnansweredIo};
 use crate::checkpoint::pace::CopyPace;
-use crate::error::{Error, ErrorKind, Result};
+use crate::error::{Error, ErrorKind, Result, invalid};
 use crate::format::{Control, DiskEntry};
 use crate::history::machine::{CopyEvent, Phase};
 use crate::history::saved_file::SavedFileWriter;
 use crate::history::spill::CopyBack;
 use crate::history::troubles::Troubles;
-use crate::index::ExtentMap;
+use crate::index::{ExtentMap, Place};
 use crate::log::commit::Commit;
 use crate::log::committer::{Committer, Leader};
 use crate::log::disk_state::DiskState;
+use crate::log::orders::{DiskAdoption, KeeperOrder, KeeperTask};
+use crate::log::pin::{Pin, PinUser, PinnedLog};
+use crate::log::pipeline::{MarkCommit, Modification};
 use crate::log::state::{Log, LogState};
 use crate::medium::cost::MediumCost;
+use crate::medium::file::set_size;
 use crate::mutant::{Mutant, planted};
 use crate::sync::atomic::Ordering;
 use crate::sync::{self, Arc};
@@ -48,6 +63,8 @@ const MUCH_WORK: usize = if cfg!(test) { 0 } else { 1000 };
 const AWAITED_RESTS: u32 = 1000;
 /// Pause before a failed checkpoint is tried again.
 const RETRY: Duration = Duration::from_secs(1);
+/// More than the longest tick of a kernel's clock.
+const TICK: Duration = Duration::from_millis(20);
 
 /// A disk whose image is getting a new generation, and two parts that the checkpoint writes to it,
 /// by byte offset and length.
@@ -656,6 +673,539 @@ impl Keeper {
             .fetch_add(1, Ordering::Relaxed);
         Ok(())
     }
+
+    /// Carries out the orders, first come first served; in the middle of a copy only those that are
+    /// quick.
+    pub(crate) fn serve_orders(&mut self) {
+        let phase = self.phase();
+        let mut state = self.log.lock();
+        let orders = &mut state.keeper.orders;
+        let admitted = orders.extract_if(.., |order| phase.admits(&order.task));
+        let admitted: Vec<_> = admitted.collect();
+        drop(state);
+        admitted.into_iter().for_each(|order| self.serve(order));
+    }
+
+    fn serve(&mut self, KeeperOrder { task, answer }: KeeperOrder) {
+        let phase = self.phase();
+        let done = match task {
+            KeeperTask::Checkpoint(lsn) => self.checkpoint_to(lsn, false),
+            KeeperTask::CopyBack(disk) => self.bring_up_to_date(&disk),
+            KeeperTask::Grow(disk, size) => self.grow(&disk, size),
+            KeeperTask::Add(options, path, adopt, added) => {
+                self.add((&options, &path), adopt).map(|disk| {
+                    // The caller may be gone.
+                    let _ = added.send(disk);
+                })
+            }
+            KeeperTask::Remove(disk, keeps_records) => self.remove(&disk, keeps_records),
+            KeeperTask::Snapshot(name, disk_id) => self.snapshot(name, disk_id),
+            KeeperTask::KeepPoint(point) => self.keep_point(&point),
+            KeeperTask::DeleteSnapshot(name) => {
+                self.change_history(|control| Snapshot::remove(name, control))
+            }
+            KeeperTask::SetRetention(retain) => self.change_history(|control| retain.set(control)),
+            KeeperTask::Members(members) => {
+                // The caller may be gone.
+                let _ = members.send(self.control.members());
+                Ok(())
+            }
+            KeeperTask::Look(disk, user, held) => self.hold(&disk, user).map(|looked| {
+                // The caller may be gone.
+                let _ = held.send(looked);
+            }),
+            KeeperTask::Rewind(disk, request, rewound) => {
+                self.rewind(&disk, request).map(|lsn| {
+                    // The caller may be gone.
+                    let _ = rewound.send(lsn);
+                })
+            }
+        };
+        assert_eq!(
+            self.phase(),
+            phase,
+            "an order leaves the keeper where it was"
+        );
+        // The caller may be gone.
+        let _ = answer.send(done);
+    }
+
+    /// Makes everything written so far durable, and names the resulting state of all disks, or of
+    /// one.
+    pub(crate) fn snapshot(&mut self, name: SnapshotName, disk_id: Option<u32>) -> Result<()> {
+        // A log that needs room gets it afterwards, so that a snapshot takes no longer than a sync.
+        let mut state = self.log.lock();
+        let (lsn, unix_us) = (state.pipeline.appended(), state.clock.now().unix_us);
+        drop(state);
+        self.drain(lsn)?;
+        let cid = self.log.lock().pipeline.next_cid() - 1;
+        let snapshot = Snapshot {
+            name,
+            lsn: self.control.control.with_rewinds(lsn),
+            cid,
+            unix_us,
+            disk_id,
+            saved_bytes: 0,
+        };
+        self.change_history(|control| snapshot.add(control))
+    }
+
+    /// Keeps a point in the past as a snapshot does.
+    fn keep_point(&mut self, point: &Snapshot) -> Result<()> {
+        let control = &self.control.control;
+        let reached = control.header.checkpoint_lsn.get();
+        // A copy that was begun before goes on to its own LSN.
+        if let Some(lsn) = self.frozen_at.map(|lsn| control.with_rewinds(lsn))
+            && (reached + 1..lsn).contains(&point.lsn)
+        {
+            return Err(Error::new(
+                ErrorKind::NotFound,
+                format!(
+                    "{}: LSN {} can't be exported: the log is being copied to the images up to LSN {lsn}; export \
+                     a point from there on",
+                    self.log.dir.display(),
+                    point.lsn,
+                ),
+            ));
+        }
+        self.change_history(|control| point.add(control))
+    }
+
+    /// Makes everything written so far durable, and pins what a look at the disk reads. The base
+    /// images do not change until the pin is dropped. A checkpoint that is due comes first, so that
+    /// a series of looks can't keep it off for ever. If it fails, whatever it copied is still in
+    /// the log, so a look at the remaining points sees the same.
+    pub(crate) fn hold(&mut self, disk: &DiskState, user: PinUser) -> Result<PinnedLog> {
+        self.refuse_failed()?;
+        let state = self.log.lock();
+        let due = state.keeper.checkpoint && state.keeper.pins.is_empty();
+        drop(state);
+        if due {
+            // If this fails, the keeper retries and reports it.
+            let _ = self.step(false);
+        }
+        if let Some(lsn) = self.frozen_at.filter(|_| user == PinUser::Rewind) {
+            self.checkpoint_to(lsn, true)?;
+        }
+        let state = self.log.lock();
+        if disk.detached.load(Ordering::Relaxed) {
+            let path = disk.path.display();
+            let message =
+                format!("{path}: the disk has left its log; open it again, then look at it");
+            return Err(Error::new(ErrorKind::NotFound, message));
+        }
+        let newest = state.pipeline.appended();
+        drop(state);
+        let pin = Pin::new(&self.log, user);
+        self.drain(newest)?;
+        let control = self.control.control.clone();
+        let applied = control.header.checkpoint_lsn.get();
+        let segments = self.log.lock().ring.oldest(usize::MAX).into_iter();
+        let mut segments: Vec<_> = segments
+            .map(|(segment, last)| (segment, last.lsn))
+            .collect();
+        let last = segments
+            .iter()
+            .position(|&(_, last_lsn)| last_lsn >= newest);
+        segments.truncate(last.map_or(segments.len(), |last| last + 1));
+        segments.retain(|&(_, last_lsn)| last_lsn > applied);
+        Ok(PinnedLog {
+            segments,
+            newest: control.with_rewinds(newest),
+            control,
+            pin,
+        })
+    }
+
+    /// Changes what the log keeps of its history.
+    pub(crate) fn change_history(
+        &mut self,
+        change: impl FnOnce(&mut Control) -> Result<()>,
+    ) -> Result<()> {
+        let mut changed = self.control.control.clone();
+        change(&mut changed).map_err(|error| error.of_file(&self.log.dir))?;
+        let most = changed.header.max_segments;
+        let before = self.control.control.header.max_segments;
+        let enlarged = most != before;
+        let more = most.get().saturating_sub(before.get());
+        self.log.reserve_checksums(more).map_err(|bytes| {
+            let dir = self.log.dir.display();
+            invalid(format!(
+                "{dir}: the checksums of a log with so much history need {bytes} bytes more memory than is free: retain \
+                 less, or give the daemon a larger --memory-limit"
+            ))
+        })?;
+        self.control.change(|control| {
+            control.header.max_segments = most;
+            (control.history, control.snapshots) = (changed.history, changed.snapshots);
+        })?;
+        if enlarged {
+            // In both slots: if one rots, the other must not disown the segment files that are made
+            // now.
+            self.control.write()?;
+        }
+        let control = &self.control.control;
+        let mut state = self.log.lock();
+        state.ring.enlarge(control.header.max_segments.get());
+        state.keeper.retain = Retention::of(&control.history);
+        // Segments may have become free, or a stuck log may have room.
+        state.keeper.checkpoint = true;
+        drop(state);
+        self.remove_saved();
+        Ok(())
+    }
+
+    /// Brings the base images up to `lsn`; `exactly`: to one LSN, and they hold no part of a later
+    /// checkpoint that failed.
+    fn checkpoint_to(&mut self, lsn: u64, exactly: bool) -> Result<()> {
+        loop {
+            let done = self.step(true);
+            let mixed = exactly && self.frozen_at.is_some();
+            if self.log.lock().pipeline.applied() >= lsn && !mixed {
+                return Ok(());
+            }
+            done?;
+            self.refuse_over()?;
+            // An unfinished checkpoint came first, or a reader holds room that this one needs.
+            self.pause_and_reclaim();
+        }
+    }
+
+    /// Refuses an order once the time limit for closing has run out.
+    pub(super) fn refuse_over(&self) -> Result<()> {
+        if self.log.lock().keeper.is_over() {
+            return Err(self.log.closed());
+        }
+        Ok(())
+    }
+
+    /// Takes the steps of [`resize`](crate::offline::resize), with the same outcome wherever a
+    /// crash cuts them. Requests see the new size last: by then, recovery is certain to find what
+    /// they write beyond the old one.
+    pub(crate) fn grow(&mut self, disk: &DiskState, size: u64) -> Result<()> {
+        let mut set = |size: u64, resizing: u8| {
+            self.control.change(|control| {
+                if let Some(entry) = control.disk_mut(disk.id) {
+                    (entry.size, entry.resizing) = (U64::new(size), resizing);
+                }
+                // Changing the length counts as a write.
+                let written = match resizing {
+                    0 if !disk.base.is_spilled() => written(disk.base.file().as_ref()),
+                    _ => 0,
+                };
+                control.set_written(disk.id, written);
+            })
+        };
+        let old_size = disk.sectors() * SECTOR_SIZE;
+        if size == old_size {
+            return Ok(());
+        }
+        set(old_size, 1)?;
+        let sized = set_size(disk.base.file().as_ref(), &disk.path, size);
+        if let (Err(_), Some(spill)) = (&sized, disk.base.spill()) {
+            // Its sync may have taken the error of what was being copied back.
+            spill.count_all_as_written();
+        }
+        sized?;
+        set(size, 0)?;
+        disk.sectors.store(size / SECTOR_SIZE, Ordering::Release);
+        Ok(())
+    }
+
+    /// Adds a disk. `path`: its image's, with links resolved.
+    fn add(
+        &mut self,
+        (options, path): (&DiskOptions, &Path),
+        adopt: DiskAdoption,
+    ) -> Result<Arc<DiskState>> {
+        self.refuse_failed()?;
+        let detached = |disk: &Arc<DiskState>| {
+            disk.detached.load(Ordering::Relaxed) && self.image_path(disk) == path
+        };
+        if let Some(place) = self.disks.iter().position(detached) {
+            if self.log.lock().keeps_history() {
+                return self.reattach(place, options);
+            }
+            let disk = self.disks[place].clone();
+            self.remove(&disk, false)?;
+        }
+        let appended = self.log.lock().pipeline.appended();
+        // The disk's past may begin here, so a power cut must not take this state back.
+        self.drain(appended)?;
+        let newest = self.control.control.with_rewinds(appended);
+        let disk = adopt(&mut self.control, &self.disks, newest)?;
+        disk.index_mut().count_in(&self.log.counters.index);
+        self.note_spill(&disk);
+        self.disks.push(disk.clone());
+        self.limit_spills();
+        if disk.since_lsn > newest {
+            // The disk's new state needs an LSN of its own, and in a log in use only records have
+            // LSNs.
+            let mark =
+                Modification::mark(&"a disk has another image".parse()?, MarkCommit::default());
+            let at = self.log.lock().pipeline.append(&disk, mark);
+            disk.last_lsn.store(at, Ordering::Release);
+        }
+        Ok(disk)
+    }
+
+    /// Reopens a detached disk.
+    fn reattach(&mut self, place: usize, options: &DiskOptions) -> Result<Arc<DiskState>> {
+        let disk = &mut self.disks[place];
+        let Some(state) = Arc::get_mut(disk) else {
+            return Err(Error::new(
+                ErrorKind::Locked,
+                format!("{}: still in use; try again", disk.path.display()),
+            ));
+        };
+        state.set_options(options);
+        Ok(disk.clone())
+    }
+
+    /// Brings a disk's base image up to date, marks it as closed and forgets the disk; or, if the
+    /// log keeps history, detaches it. On failure, the disk stays as it was. `keeps_records`:
+    /// leaves the image as it is, and its disk's newest bytes in a spill file.
+    pub(crate) fn remove(&mut self, disk: &Arc<DiskState>, keeps_records: bool) -> Result<()> {
+        self.refuse_failed()?;
+        let state = self.log.lock();
+        let was_detached = disk.detached.swap(true, Ordering::Relaxed);
+        let keeps_history = state.keeps_history();
+        drop(state);
+        let removed = if keeps_history {
+            self.drain(disk.last_lsn.load(Ordering::Acquire))
+        } else if keeps_records {
+            self.spill_records(disk)
+        } else {
+            // Mark it as closed only after the control file says that the log has no records for
+            // it.
+            self.copy_records(disk)
+                .and_then(|()| self.bring_up_to_date(disk))
+                .and_then(|()| self.mark_closed(disk))
+        };
+        if let Err(error) = removed {
+            disk.detached.store(was_detached, Ordering::Relaxed);
+            return Err(error);
+        }
+        if !keeps_history {
+            self.disks.retain(|other| other.id != disk.id);
+            self.log.lock().room.forget(disk.id);
+            self.reclaim();
+        }
+        Ok(())
+    }
+
+    /// Puts all records of a leaving disk into its spill file, and stops copying that back.
+    fn spill_records(&mut self, disk: &Arc<DiskState>) -> Result<()> {
+        if !disk.base.is_spilled() {
+            self.use_spill(disk)?;
+        }
+        // Copying back would write to the image, and could end the spill file.
+        self.copies_back.insert(disk.id, CopyBack::stopped());
+        let copied = self.copy_records(disk);
+        self.copies_back.remove(&disk.id);
+        if let (Err(_), Some(spill)) = (&copied, disk.base.spill()) {
+            // Nobody knows how far an earlier copy got.
+            spill.count_all_as_written();
+        }
+        copied
+    }
+
+    /// The path of an open disk's image, with links resolved. Asks no file system, which may not
+    /// answer.
+    fn image_path(&self, disk: &DiskState) -> PathBuf {
+        let entry = self.control.control.disk(disk.id);
+        entry.map_or_else(PathBuf::new, |entry| entry.path(&self.control.home))
+    }
+
+    /// Marks the image of a leaving disk as closed. If that fails, marks it as open again: more
+    /// records may follow, and a log with records for a closed image can't be opened. If that fails
+    /// too, poisons the log, so that no record follows.
+    fn mark_closed(&self, disk: &DiskState) -> Result<()> {
+        let closed = disk.mark(false).map(drop);
+        if closed.is_err()
+            && let Err(error) = disk.mark(true)
+        {
+            self.log.poison(&std::io::Error::other(error));
+        }
+        if closed.is_ok() {
+            // It is complete, and may be used with another log.
+            LogLocation::remove(disk.base.file().as_ref());
+        }
+        closed
+    }
+
+    /// Copies all records of a leaving disk.
+    fn copy_records(&mut self, disk: &Arc<DiskState>) -> Result<()> {
+        if planted(Mutant::RemoveUncopied) {
+            return Ok(());
+        }
+        loop {
+            let state = self.log.lock();
+            let index = disk.index();
+            let rewound = self.control.control.rewound(disk.id);
+            if index.active.is_empty() && index.frozen.is_none() && rewound.is_none() {
+                return Ok(());
+            }
+            // This frees no segment. If few are unused, a full checkpoint is needed anyway, and it
+            // must find the last segment unused.
+            let few = state.ring.unused_bytes() <= 2 * self.log.segment_size;
+            let waits = state.ring.waits_for_readers();
+            drop((index, state));
+            if !few && !waits && self.frozen_at.is_none() {
+                return self.copy_alone(disk);
+            }
+            self.step(true)?;
+            self.refuse_over()?;
+            self.pause_and_reclaim();
+        }
+    }
+
+    /// Copies the records of this disk only, and makes them void.
+    fn copy_alone(&mut self, disk: &Arc<DiskState>) -> Result<()> {
+        let lsn = disk.last_lsn.load(Ordering::Acquire);
+        disk.index_mut().freeze();
+        let copied = self.void_frozen(disk, lsn);
+        self.enter(CopyEvent::Ended);
+        // The next copy must be announced again, even if it ends with the same record.
+        self.copying = None;
+        self.new_generations.clear();
+        let mut index = disk.index_mut();
+        match copied {
+            Ok(()) => index.frozen = None,
+            Err(_) => index.thaw(),
+        }
+        copied
+    }
+
+    fn void_frozen(&mut self, disk: &DiskState, lsn: u64) -> Result<()> {
+        match self.copy_frozen(lsn, true)? {
+            CopyOutcome::Complete(damaged) | CopyOutcome::TimeUp(damaged)
+                if !damaged.is_empty() =>
+            {
+                return Err(damaged[0].to_error());
+            }
+            CopyOutcome::Complete(_) => {}
+            CopyOutcome::TimeUp(_) => return Err(self.log.closed()),
+        }
+        self.control.change(|control| {
+            settle(control, &self.new_generations);
+            // What a rewind has undone must not come back, nor what the disk left behind when it
+            // left the log before.
+            let rewound = control.rewound(disk.id).unwrap_or(0);
+            if let Some(entry) = control.disk_mut(disk.id) {
+                let void_lsn = entry.void_lsn.get().max(rewound).max(lsn);
+                entry.void_lsn = U64::new(void_lsn);
+            }
+        })
+    }
+
+    /// Makes everything durable and copies it to the base images, within the time limit. No port
+    /// may use the log any more. Returns whether the base images have everything; otherwise the log
+    /// keeps it.
+    ///
+    /// # Errors
+    /// If the log had failed or the copy fails.
+    pub(crate) fn close(&mut self) -> Result<bool> {
+        self.reclaim();
+        self.refuse_failed()?;
+        // If this fails, the records are safe all the same.
+        let ended = self.end_exports();
+        // Into the log first, where it is safe even if the checkpoint fails.
+        let newest = self.log.lock().pipeline.appended();
+        if !planted(Mutant::CutUndrained) && self.drain(newest).is_err() {
+            self.refuse_failed()?;
+            // The log was full of history that a look or snapshot needed until now.
+            self.fold_for_room()?;
+            self.await_readers();
+            self.drain(newest)?;
+        }
+        ended?;
+        if planted(Mutant::ClosedEarly) {
+            self.disks
+                .iter()
+                .try_for_each(|disk| disk.mark(false).map(drop))?;
+        }
+        let keeps = {
+            let state = self.log.lock();
+            state.keeps_history() && state.pipeline.unapplied() > 0
+        };
+        let copied = if keeps {
+            Ok(false)
+        } else {
+            self.checkpoint(true, true)
+        };
+        let spilled = !self.end_spills();
+        let whole = match copied {
+            // What was copied back may have made room.
+            Err(_) if !spilled => self.checkpoint(true, true)?,
+            copied => copied?,
+        };
+        if !whole {
+            // Records in the control file that the log is durable.
+            self.control.write()?;
+            self.report_remainder(keeps);
+        }
+        self.await_new_mtime();
+        if !whole && !planted(Mutant::CutMarkedClosed) {
+            return Ok(false);
+        }
+        // Only after the control file says that the log has no records for them.
+        let mut complete = self.disks.iter().filter(|disk| !disk.base.is_spilled());
+        complete.try_for_each(|disk| disk.mark(false).map(drop))?;
+        Ok(whole && !spilled)
+    }
+
+    /// Removes the points that are kept for exports, which then fail. Returns whether there were
+    /// any.
+    pub(super) fn end_exports(&mut self) -> Result<bool> {
+        let mut snapshots = self.control.control.snapshots.iter();
+        let exported = snapshots.any(Snapshot::is_of_export);
+        if exported {
+            self.change_history(Snapshot::remove_exports)?;
+        }
+        Ok(exported)
+    }
+
+    /// If there are snapshots, waits until a write by another program would get a later mtime than
+    /// the log's last write. File times have the resolution of the kernel's tick.
+    fn await_new_mtime(&self) {
+        if self.control.control.snapshots.is_empty() {
+            return;
+        }
+        for disk in &self.disks {
+            let written = match written(disk.base.file().as_ref()) {
+                0 => continue,
+                nanoseconds => UNIX_EPOCH + Duration::from_nanos(nanoseconds),
+            };
+            // Don't wait for a clock that was set back.
+            let passed = written.elapsed().unwrap_or(TICK);
+            sync::sleep(TICK.saturating_sub(passed));
+        }
+    }
+
+    /// Logs what closing left in the log. `keeps`: on purpose.
+    fn report_remainder(&self, keeps: bool) {
+        let dir = self.log.dir.display();
+        if keeps {
+            tracing::info!(
+                "log {dir}: closed; it keeps its disks' history, and so their newest bytes"
+            );
+            return;
+        }
+        let left = self.disks.iter().map(|disk| {
+            let index = disk.index();
+            let older = index
+                .frozen
+                .as_ref()
+                .map(|frozen| frozen.without(&index.active));
+            bytes(&index.active) + older.as_ref().map_or(0, bytes)
+        });
+        let bytes: u64 = left.sum();
+        tracing::warn!(
+            "log {dir}: closed with {bytes} bytes that are not in the base images yet; they stay in the log, and the \
+             next open goes on copying them ('walvisor disk checkpoint' copies everything)"
+        );
+    }
 }
 
 impl Drop for Keeper {
@@ -670,4 +1220,12 @@ impl Drop for Keeper {
         // Dropping an order closes its channel, which tells the waiting caller.
         state.keeper.orders.clear();
     }
+}
+
+/// Bytes of data in a layer, zeroes excluded.
+fn bytes(layer: &ExtentMap) -> u64 {
+    let data = layer
+        .iter()
+        .filter(|piece| !matches!(piece.place, Some(Place::Zero { .. })));
+    data.map(|piece| piece.sectors * SECTOR_SIZE).sum()
 }

@@ -12,14 +12,11 @@
 //! and pin what must stay (`log/pin.rs`).
 
 pub(crate) mod changed;
-mod closing;
 mod fold;
 pub(crate) mod horizon;
 pub(crate) mod keeper;
 pub(crate) mod look;
 mod machine;
-pub(crate) mod members;
-mod orders;
 pub(crate) mod point;
 pub(crate) mod rewind;
 pub(crate) mod rewind_plan;

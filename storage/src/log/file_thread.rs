@@ -4,6 +4,7 @@
 use std::sync::mpsc::{self, Receiver, Sender};
 use std::time::Duration;
 
+use crate::error::Result;
 use crate::sync::atomic::{AtomicBool, Ordering};
 use crate::sync::{Arc, Mutex, thread};
 
@@ -27,6 +28,23 @@ impl<T> Answer<T> {
     /// Waits for it, not longer than this. `None`: the operation has not ended.
     pub(crate) fn wait(&self, limit: Duration) -> Option<T> {
         self.0.recv_timeout(limit).ok()
+    }
+
+    /// Waits for the answer. Calls `waiting` every `tick` meanwhile, whose error ends the wait.
+    ///
+    /// # Errors
+    /// That of `waiting`.
+    pub(crate) fn wait_unless(
+        &self,
+        tick: Duration,
+        mut waiting: impl FnMut() -> Result<()>,
+    ) -> Result<T> {
+        loop {
+            if let Some(answer) = self.wait(tick) {
+                return Ok(answer);
+            }
+            waiting()?;
+        }
     }
 
     /// The answer, if the operation has ended.

@@ -28,9 +28,9 @@ pub(crate) enum OpenMode {
     Existing,
     /// An existing file, for reading only.
     Read,
-    /// As [`Read`](Self::Read), but bypassing the page cache as [`Direct`](Self::Direct) does. A file
-    /// that another process writes to like that must be read like that: a page that somebody reads
-    /// can't be dropped when the write ends, which the kernel reports as a failed write.
+    /// As [`Read`](Self::Read), but bypassing the page cache as [`Direct`](Self::Direct) does. A
+    /// file that another process writes to like that must be read like that: a page that somebody
+    /// reads can't be dropped when the write ends, which the kernel reports as a failed write.
     ReadDirect,
     /// An existing file, or a new one with permissions `mode` (minus the umask). Symbolic links are
     /// not followed.

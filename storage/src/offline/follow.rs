@@ -31,7 +31,7 @@ use crate::medium::file::{DataFile, Segment};
 use crate::medium::filesystem::{OpenMode, files};
 use crate::offline::log_root::LogRoot;
 use crate::recovery::batch::Batch;
-use crate::recovery::contents::Chain;
+use crate::recovery::contents::{Chain, read_header};
 use crate::recovery::window::Window;
 use crate::sync::Arc;
 
@@ -317,8 +317,8 @@ impl LogFollower {
         Ok(at == (place.offset, place.crc, place.lsn))
     }
 
-    /// The segment files with valid headers of this log. Reads only those that were written to since
-    /// the last time, so that following a log that gets nothing costs the medium nothing.
+    /// The segment files with valid headers of this log. Reads only those that were written to
+    /// since the last time, so that following a log that gets nothing costs the medium nothing.
     fn segments(&mut self) -> Result<Vec<FoundSegment>> {
         self.listed += 1;
         if self.listed.is_multiple_of(LISTS_OF_ALL) {
@@ -467,10 +467,7 @@ fn is_header_of(chain: &Chain, bytes: &[u8]) -> bool {
 
 /// The header of a segment; `None`: it is not valid, perhaps because it is being written.
 fn segment_header(file: &dyn DataFile, path: &Path) -> Result<Option<SegmentHeader>> {
-    let mut head = Buffer::zeroed(BLOCK);
-    let read = file.read_exact_at(&mut head, 0);
-    read.map_err(|error| Error::io("read the log segment", path, error))?;
-    match SegmentHeader::decode(&head) {
+    match read_header(file, path)? {
         DecodeResult::Valid(header) => Ok(Some(header)),
         DecodeResult::Version(version) => Err(unknown_version(path, version)),
         DecodeResult::Invalid => Ok(None),
@@ -613,9 +610,9 @@ impl<'a> PieceReader<'a> {
     }
 }
 
-/// The beginning of a piece, up to the batch with a point: its length in bytes, and the last record.
-/// `bytes`: the piece at byte `offset` of a segment of the log with this root. `None`: all of it
-/// comes after the point, which must not be a snapshot.
+/// The beginning of a piece, up to the batch with a point: its length in bytes, and the last
+/// record. `bytes`: the piece at byte `offset` of a segment of the log with this root. `None`: all
+/// of it comes after the point, which must not be a snapshot.
 ///
 /// # Errors
 /// [`ErrorKind::Damaged`] if the piece is not one.

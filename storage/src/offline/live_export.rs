@@ -288,12 +288,7 @@ impl Target {
     fn carry_out(&self, work: TargetWork, waiting: &mut dyn FnMut() -> Result<()>) -> Result<u64> {
         let file = self.file.clone();
         let answer = self.thread.begin(false, move || work.carry_out(&file));
-        loop {
-            if let Some(done) = answer.wait(ROOM_POLL) {
-                return done;
-            }
-            waiting()?;
-        }
+        answer.wait_unless(ROOM_POLL, waiting)?
     }
 }
 
@@ -392,15 +387,13 @@ impl PointReader<'_> {
                         let mut read = Buffer::for_overwrite(len);
                         image.read_exact_at(&mut read, from).map(|()| read)
                     });
-                    let read = loop {
-                        if let Some(read) = answer.wait(ROOM_POLL) {
-                            break read;
-                        }
+                    let read = answer.wait_unless(ROOM_POLL, || {
                         self.give_way()?;
-                        if !go_on() {
-                            return Err(ended_early("it was given up"));
+                        if go_on() {
+                            return Ok(());
                         }
-                    };
+                        Err(ended_early("it was given up"))
+                    })?;
                     read.map_err(|error| Error::io("read the base image", &path, error))?
                 }
             };

@@ -5,6 +5,7 @@
 //! Otherwise the segment is read from front to back. A summary does not prove that its batches ever
 //! reached the medium, so the caller uses it only if all of them were durable.
 
+use std::path::Path;
 use std::sync::Arc;
 
 use zerocopy::little_endian::{U32, U64};
@@ -12,7 +13,7 @@ use zerocopy::little_endian::{U32, U64};
 use crate::Buffer;
 use crate::error::{Error, ErrorKind, Result};
 use crate::format::{BLOCK, ControlHeader, DecodeResult, SegmentHeader, SummaryFooter};
-use crate::medium::file::Segment;
+use crate::medium::file::{DataFile, Segment};
 use crate::mutant::{Mutant, planted};
 use crate::recovery::batch::Batch;
 use crate::recovery::window::Window;
@@ -35,10 +36,7 @@ pub(crate) struct Candidate {
 impl Candidate {
     /// From a segment that is known to be part of the log.
     pub(crate) fn of(segment: &Arc<Segment>) -> Result<Self> {
-        let mut head = Buffer::zeroed(BLOCK);
-        let read = segment.file.read_exact_at(&mut head, 0);
-        read.map_err(|error| Error::io("read the log segment", &segment.path, error))?;
-        match SegmentHeader::decode(&head) {
+        match read_header(segment.file.as_ref(), &segment.path)? {
             DecodeResult::Valid(header) => Ok(Self {
                 segment: segment.clone(),
                 header,
@@ -52,6 +50,17 @@ impl Candidate {
             )),
         }
     }
+}
+
+/// Reads a segment's header.
+///
+/// # Errors
+/// If it can't be read.
+pub(crate) fn read_header(file: &dyn DataFile, path: &Path) -> Result<DecodeResult<SegmentHeader>> {
+    let mut head = Buffer::zeroed(BLOCK);
+    let read = file.read_exact_at(&mut head, 0);
+    read.map_err(|error| Error::io("read the log segment", path, error))?;
+    Ok(SegmentHeader::decode(&head))
 }
 
 /// The part of the log in one segment.

@@ -34,8 +34,8 @@ use crate::medium::file::Segment;
 use crate::mutant::{Mutant, planted};
 use crate::parallel::Progress;
 use crate::recovery::batch::Batch;
-use crate::recovery::contents::{Candidate, SegmentContents, StaleTail, VerifyScope};
-use crate::{Buffer, SECTOR_SIZE, parallel};
+use crate::recovery::contents::{Candidate, SegmentContents, StaleTail, VerifyScope, read_header};
+use crate::{SECTOR_SIZE, parallel};
 
 /// The state of a log, as a scan found it.
 #[derive(Default)]
@@ -462,10 +462,7 @@ fn classify(
                 ),
             ));
         }
-        let mut head = Buffer::zeroed(BLOCK);
-        let read = segment.file.read_exact_at(&mut head, 0);
-        read.map_err(|error| Error::io("read the log segment", &segment.path, error))?;
-        match SegmentHeader::decode(&head) {
+        match read_header(segment.file.as_ref(), &segment.path)? {
             DecodeResult::Version(version) => return Err(unknown_version(&segment.path, version)),
             DecodeResult::Valid(header)
                 if header.log == root.log

@@ -5,8 +5,8 @@
 //! ```text
 //!   block-oracle DEVICE WRITERS DIRECTORY
 //! ```
-//! DIRECTORY/flushes is the number of FLUSHes answered so far. The program ends once there is a file
-//! DIRECTORY/stop, and leaves its copy of the device's beginning in DIRECTORY/expected.
+//! DIRECTORY/flushes is the number of FLUSHes answered so far. The program ends once there is a
+//! file DIRECTORY/stop, and leaves its copy of the device's beginning in DIRECTORY/expected.
 
 use std::fs::{self, File, OpenOptions};
 use std::io::{self, IoSlice};

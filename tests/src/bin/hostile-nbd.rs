@@ -5,9 +5,9 @@
 //!   hostile-nbd SOCKET EXPORT VICTIM [SECONDS]
 //! ```
 //! SOCKET is a Unix socket of any NBD server. EXPORT is a disk of 64 MiB or more, of which the
-//! second MiB is overwritten, as is the first of VICTIM, another disk or the same. Each attack takes
-//! SECONDS, 5 without. A line for each tells how many commits the victim made, how long the longest
-//! took, and how many of the attackers the server has disconnected.
+//! second MiB is overwritten, as is the first of VICTIM, another disk or the same. Each attack
+//! takes SECONDS, 5 without. A line for each tells how many commits the victim made, how long the
+//! longest took, and how many of the attackers the server has disconnected.
 
 use std::path::Path;
 use std::process::ExitCode;

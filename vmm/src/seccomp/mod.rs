@@ -7,8 +7,8 @@
 //! **A daemon** has one filter for all threads: a thread that serves a client also leads commit
 //! groups and opens ports of the store, so separate filters would hardly differ. It is installed
 //! when disks and sockets are open, before the first client is served. If disks may be added
-//! (`--disk-dir`), it also allows making and locking files, and making Unix stream sockets to listen
-//! at for vhost-user.
+//! (`--disk-dir`), it also allows making and locking files, and making Unix stream sockets to
+//! listen at for vhost-user.
 //!
 //! **A VM's process** has one filter for all threads too, and a stricter one for two kinds of them,
 //! installed before they touch anything of the guest:

@@ -140,8 +140,8 @@ impl ProcessArguments {
     /// Call it while the process has one thread, and after all its sockets are bound: their names
     /// now belong to a child. System calls are still to be given up, by the seccomp filter.
     ///
-    /// `allow` adds the other paths that the process uses later; those that it opens as its user are
-    /// in `needs`. `wants_root`: a door needs root's capabilities, so they stay.
+    /// `allow` adds the other paths that the process uses later; those that it opens as its user
+    /// are in `needs`. `wants_root`: a door needs root's capabilities, so they stay.
     pub(super) fn open_disks(
         &self,
         specs: &[DiskSpec],

@@ -172,8 +172,8 @@ pub enum ControlCommand {
         /// Do it although its log keeps history, which is lost then.
         give_up_history: bool,
     },
-    /// Answer reads of a disk as of a point, on the connected socket whose descriptor comes with the
-    /// request, until that is closed.
+    /// Answer reads of a disk as of a point, on the connected socket whose descriptor comes with
+    /// the request, until that is closed.
     Read {
         /// The disk's name.
         disk: Option<String>,

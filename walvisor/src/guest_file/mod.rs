@@ -12,8 +12,8 @@
 //! ```
 //! The file system's journal is replayed into a scratch file, so the disk itself is only read. All
 //! that this makes is held by descriptors alone: the scratch file, both mounts, the loop device and
-//! the new file are gone with the process, however it ends. (A new file on a file system that has no
-//! files without a name is gone if the process ends by itself.)
+//! the new file are gone with the process, however it ends. (A new file on a file system that has
+//! no files without a name is gone if the process ends by itself.)
 
 mod debugfs;
 mod loop_device;

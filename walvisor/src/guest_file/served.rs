@@ -6,9 +6,9 @@
 //!                                                                    └─ what was written: scratch
 //! ```
 //! The child ends once nobody has the file. It is one because no process may serve what it has open
-//! itself: when it is killed, the kernel closes its files one by one, and one of them would wait for
-//! an answer for ever. Root mounts the file system; for another user the child does so in a user
-//! namespace. Where neither works, the file is a copy.
+//! itself: when it is killed, the kernel closes its files one by one, and one of them would wait
+//! for an answer for ever. Root mounts the file system; for another user the child does so in a
+//! user namespace. Where neither works, the file is a copy.
 
 use std::collections::HashMap;
 use std::fs::File;
