@@ -67,7 +67,13 @@ const OUTER_MODULES: [&str; 9] = [
 /// The modules of `initramfs-scsi.cpio`, for jobs that use that machine's SCSI target.
 const SCSI_MODULES: [&str; 4] = ["target_core_user", "tcm_loop", "vhost_scsi", "sd_mod"];
 /// The modules of a guest with Debian's newer kernel, which has a SCSI disk.
-const NEWER_GUEST_MODULES: [&str; 4] = ["virtio_pci", "virtio_blk", "virtio_scsi", "sd_mod"];
+const NEWER_GUEST_MODULES: [&str; 5] = [
+    "virtio_mmio",
+    "virtio_pci",
+    "virtio_blk",
+    "virtio_scsi",
+    "sd_mod",
+];
 /// The modules of a machine around a job, with that kernel: the job uses its user-space block
 /// driver.
 const NEWER_OUTER_MODULES: [&str; 5] = ["virtio_pci", "virtio_blk", "ext4", "kvm_amd", "ublk_drv"];
@@ -160,9 +166,13 @@ impl GuestImages {
         let packages =
             packages::resolve(&packages::NEWER_PACKAGES, &kept, scratch.path(), reporter)?;
         let list = packages::list(&packages);
+        let modules = [&NEWER_GUEST_MODULES[..], &NEWER_OUTER_MODULES]
+            .concat()
+            .join(" ");
         let inputs = [
             BUILDER,
             list.as_bytes(),
+            modules.as_bytes(),
             GUEST_INIT.as_bytes(),
             OUTER_INIT.as_bytes(),
         ];

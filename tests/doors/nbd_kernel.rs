@@ -3,13 +3,11 @@
 //! second, while disks of a daemon and of a guest commit.
 
 use std::fs;
-use std::path::{Path, PathBuf};
-use std::process::Command;
 
 use serde_json::Value;
 
 use walvisor_guest_images::Metrics;
-use walvisor_tests::{have_all, job_lines, run_emulated_job, run_in_user_mode};
+use walvisor_tests::{base64, compile, have_all, job_lines, run_emulated_job, run_in_user_mode};
 
 #[test]
 fn the_kernels_client_keeps_a_file_system_through_a_kill() {
@@ -96,19 +94,6 @@ fn a_row_that_was_deleted_is_found_again() {
 
 const CLOCK_FUNCTIONS: &str = include_str!("../scripts/clock-functions.sh");
 
-/// Makes the program of `leap.c` in `directory`. It runs on a machine without libraries too.
-fn leap(directory: &Path) -> PathBuf {
-    let program = directory.join("leap");
-    let source = concat!(env!("CARGO_MANIFEST_DIR"), "/scripts/leap.c");
-    let built = Command::new("cc")
-        .args(["-O1", "-s", "-static", "-o"])
-        .arg(&program)
-        .arg(source)
-        .status();
-    assert!(built.expect("cc starts").success(), "cc failed");
-    program
-}
-
 #[test]
 fn disks_commit_in_order_however_the_wall_clock_is_set() {
     let needs = [
@@ -122,7 +107,7 @@ fn disks_commit_in_order_however_the_wall_clock_is_set() {
     let dir = tempfile::tempdir().unwrap();
     let script = format!(
         "LEAP='{}'\n{CLOCK_FUNCTIONS}\n{}",
-        leap(dir.path()).display(),
+        compile(dir.path(), "leap").display(),
         include_str!("../scripts/clock-serve.sh")
     );
     let lines = run_in_user_mode(dir.path(), &["nbd"], &script);
@@ -156,8 +141,7 @@ fn disks_commit_in_order_however_the_wall_clock_is_set() {
 fn a_guest_commits_as_fast_however_the_wall_clock_is_set() {
     let dir = tempfile::tempdir().unwrap();
     // The machine gets its files as text.
-    let text = Command::new("base64").arg(leap(dir.path())).output();
-    let leap = String::from_utf8(text.expect("base64 starts").stdout).expect("text");
+    let leap = base64(&compile(dir.path(), "leap"));
     let files = [
         ("guest.sh", include_str!("../scripts/clock-guest.sh")),
         ("leap.base64", &leap),

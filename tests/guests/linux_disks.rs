@@ -1,10 +1,11 @@
 //! Linux's uses of disks, each one once: a root file system, ext4 and xfs, discards, live switches
-//! of the cache mode, fio with verification on `backend=raw`, a reboot, and panics. The disks'
-//! counters prove what the guest cannot see.
+//! of the cache mode, fio with verification on `backend=raw`, a reboot, and panics. And atomic
+//! writes, which only a newer kernel has, and only on SCSI disks. The disks' counters prove what
+//! the guest cannot see.
 
 use serde_json::Value;
-use walvisor_guest_images::JobOutcome;
-use walvisor_tests::run_linux_job;
+use walvisor_guest_images::{JobOutcome, Metrics};
+use walvisor_tests::{base64, compile, job_lines, run_linux_job, run_newer_linux_job};
 
 /// The rest of each console line that begins with `prefix`.
 fn lines<'a>(outcome: &'a JobOutcome, prefix: &str) -> Vec<&'a str> {
@@ -259,4 +260,50 @@ fn everything_kept_outlives_reboot_and_panics(outcome: &JobOutcome) {
         checks.iter().all(|check| check.ends_with("status 0")),
         "{checks:?}"
     );
+}
+
+#[test]
+fn linux_sees_that_scsi_disks_write_atomically_over_both_transports() {
+    let dir = tempfile::tempdir().unwrap();
+    let guest = format!(
+        "base64 -d >/tmp/atomic <<'END'\n{}END\nchmod +x /tmp/atomic\n{}",
+        base64(&compile(dir.path(), "atomic")),
+        include_str!("../scripts/atomic-guest.sh")
+    );
+    let script = include_str!("../scripts/atomic-job.sh");
+    let Some(outcome) = run_newer_linux_job(script, &[("guest.sh", &guest)]) else {
+        return;
+    };
+    assert_eq!(
+        job_lines(&outcome),
+        [
+            "guest: status 0",
+            "check of mmio.img: status 0",
+            "check of pci.img: status 0",
+        ]
+    );
+    for transport in ["mmio", "pci"] {
+        let start = format!("disk on {transport}, atomic_write_unit_max_bytes ");
+        let told = lines(&outcome, "guest: ");
+        let at = told.iter().position(|line| line.starts_with(&start));
+        let told = &told[at.expect("a disk")..];
+        let most: u64 = told[0][start.len()..].parse().expect("bytes");
+        assert!(most >= 65536, "{}", told[0]);
+        assert_eq!(
+            told[1..6],
+            [
+                format!("statx {most}"),
+                "RWF_ATOMIC 4096: read back".to_owned(),
+                "RWF_ATOMIC 65536: read back".to_owned(),
+                format!("RWF_ATOMIC {most}: read back"),
+                format!("RWF_ATOMIC {}: Invalid argument", 2 * most),
+            ]
+        );
+    }
+    // Each was one request.
+    let metrics = Metrics::parse(&outcome.result("atomic.prom").expect("the metrics"));
+    for transport in ["mmio", "pci"] {
+        let writes = metrics.sum("walvisor_block_writes_total", "transport", transport);
+        assert_eq!(writes, Some(3.0), "{transport}");
+    }
 }

@@ -165,6 +165,43 @@ pub fn images() -> GuestImages {
     GuestImages::ensure(&cache, &Reporter::quiet(None)).expect("the guest's images")
 }
 
+/// As [`images`], with Debian's newer kernel, 6.12.
+///
+/// # Panics
+/// As [`images`].
+#[must_use]
+pub fn newer_images() -> GuestImages {
+    let cache = Cache::open(None).expect("the image cache");
+    GuestImages::ensure_newer(&cache, &Reporter::quiet(None)).expect("the newer guest's images")
+}
+
+/// Makes the program of `scripts/NAME.c` in `directory`. It runs on a machine without libraries
+/// too.
+///
+/// # Panics
+/// The compiler is missing, or fails.
+#[must_use]
+pub fn compile(directory: &Path, name: &str) -> PathBuf {
+    let program = directory.join(name);
+    let built = Command::new("cc")
+        .args(["-O1", "-s", "-static", "-o"])
+        .arg(&program)
+        .arg(format!("{}/scripts/{name}.c", env!("CARGO_MANIFEST_DIR")))
+        .status();
+    assert!(built.expect("cc starts").success(), "cc failed");
+    program
+}
+
+/// The bytes of a file as text, for scripts that make it again with `base64 -d`.
+///
+/// # Panics
+/// The file cannot be read.
+#[must_use]
+pub fn base64(file: &Path) -> String {
+    let text = Command::new("base64").arg(file).output();
+    String::from_utf8(text.expect("base64 starts").stdout).expect("text")
+}
+
 /// Runs `script` (with further `files`) as a job with the `walvisor` of this source tree. Prints
 /// the console, which the test harness shows if the test fails. Returns `None` if this machine
 /// cannot run it, after printing `skipped: why`.
@@ -174,6 +211,22 @@ pub fn images() -> GuestImages {
 #[must_use]
 pub fn run_linux_job(script: &str, files: &[(&str, &str)]) -> Option<JobOutcome> {
     run_on(Machine::choose().0, script, files, |_| ())
+}
+
+/// Runs a job as [`run_linux_job`] does. Its guests have Debian's newer kernel, 6.12, if the script
+/// boots `vmlinuz` and `initramfs-base.cpio` of $JOB instead of $IMAGES.
+///
+/// # Panics
+/// As [`run_linux_job`].
+#[must_use]
+pub fn run_newer_linux_job(script: &str, files: &[(&str, &str)]) -> Option<JobOutcome> {
+    run_on(Machine::choose().0, script, files, |job| {
+        let images = newer_images().directory;
+        for name in ["vmlinuz", "initramfs-base.cpio"] {
+            let content = fs::read(images.join(name)).expect("an image");
+            job.files.push((name.to_owned(), content));
+        }
+    })
 }
 
 /// Runs a job as [`run_linux_job`] does, but always in emulation: for scripts that need the modules

@@ -1,7 +1,7 @@
 //! QEMU's vhost-user-scsi under Debian's Linux 6.12: what the guest's kernel makes of a target.
 
-use walvisor_guest_images::{Cache, Guest, GuestImages, Reporter};
-use walvisor_tests::{have, serve, succeed};
+use walvisor_guest_images::Guest;
+use walvisor_tests::{have, newer_images, serve, succeed};
 
 /// The guest's script: it prints what the kernel says of each LUN, copies bytes, and waits until
 /// LUN 1 has grown.
@@ -37,12 +37,10 @@ fn linux_sees_two_luns_their_atomic_writes_and_a_resize() {
     let arguments = "--control ctl --disk path=a,log=log,device=scsi,socket=s,queues=2 \
         --disk path=b,log=log,device=scsi,socket=s";
     let daemon = serve(dir, arguments);
-    let cache = Cache::open(None).expect("the image cache");
-    let images = GuestImages::ensure_newer(&cache, &Reporter::quiet(None)).expect("images");
     let device = "vhost-user-scsi-pci,chardev=s,num_queues=2,hotplug=on,param_change=on";
     let socket = format!("socket,id=s,path={}", dir.join("s").display());
     let qemu = ["-chardev", &socket, "-device", device].map(str::to_owned);
-    let mut guest = Guest::qemu(dir, &images, &qemu, SCRIPT).unwrap();
+    let mut guest = Guest::qemu(dir, &newer_images(), &qemu, SCRIPT).unwrap();
     let mut next = || guest.wait_for("guest: ").unwrap();
     for number in 0..2 {
         let seen = format!("guest: lun {number}: 131072 sectors, write back, fua 1");
