@@ -228,7 +228,7 @@ fuzz: setup
 	@$(MAKE) --no-print-directory --keep-going --jobs=2 --output-sync $(FUZZ)
 
 # Two at a time, for each has one thread. A failure stops none of the others.
-FUZZ = fuzz-recover fuzz-control fuzz-requests fuzz-net fuzz-mmio fuzz-pci fuzz-cdb fuzz-tcmu_ring
+FUZZ = fuzz-recover fuzz-control fuzz-requests fuzz-net fuzz-mmio fuzz-pci fuzz-cdb fuzz-tcmu_ring fuzz-virtio_scsi
 .PHONY: $(FUZZ) fuzz-build
 
 fuzz-recover: fuzz-build
@@ -247,6 +247,8 @@ fuzz-cdb: fuzz-build
 	$(call run_fuzz,devices/fuzz,cdb,$(FUZZ_SHORT_TIME),2048)
 fuzz-tcmu_ring: fuzz-build
 	$(call run_fuzz,devices/fuzz,tcmu_ring,$(FUZZ_SHORT_TIME),512)
+fuzz-virtio_scsi: fuzz-build
+	$(call run_fuzz,devices/fuzz,virtio_scsi,$(FUZZ_SHORT_TIME),2048)
 
 fuzz-build:
 	@cd walvisor/fuzz && host=$$(rustc -vV | sed -n 's/^host: //p') && \

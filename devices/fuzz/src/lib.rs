@@ -2,7 +2,8 @@
 //!
 //! ```text
 //!   requests: any chains, a model of the disk                   ─┬─ machine.rs: a device over MMIO, and its guest's memory
-//!   net: any chains and frames, a model of the network device   ─┘
+//!   net: any chains and frames, a model of the network device   ─┤
+//!   virtio_scsi: any chains of a SCSI target, and its owner     ─┘
 //!   mmio: any register accesses                                 ─┬─ registers.rs: a model of the registers
 //!   pci: any accesses of configuration space and BARs           ─┴─ driver.rs: a correct driver
 //!   cdb: any SCSI commands

@@ -21,6 +21,8 @@ pub struct Machine<D: Device> {
     transport: MmioTransport<Arc<GuestMemoryMmap>, D>,
     memory: Arc<GuestMemoryMmap>,
     event_idx: bool,
+    /// What the driver writes into the device's configuration: offsets and values.
+    pub config: Vec<(u64, u32)>,
 }
 
 impl<D: Device> Machine<D> {
@@ -34,6 +36,7 @@ impl<D: Device> Machine<D> {
             transport: MmioTransport::new(device, Arc::clone(&memory), irq),
             memory,
             event_idx,
+            config: Vec::new(),
         }
     }
 
@@ -59,6 +62,9 @@ impl<D: Device> Machine<D> {
             self.set(0x20, offered & !unwanted);
         }
         self.set(0x70, 11);
+        for (offset, value) in self.config.clone() {
+            self.set(0x100 + offset, value);
+        }
         for (queue, rings) in (0..).zip(queues) {
             self.set(0x30, queue);
             self.set(0x38, QUEUE_SIZE.into());
