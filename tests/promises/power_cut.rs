@@ -7,7 +7,8 @@
 //! is judged.
 //!
 //! The same judge must find the violations when one kind of sync is left out. A tracer replaces
-//! these system calls by ones that do nothing, so the tested program is the one that ships.
+//! these system calls by ones that do nothing, so the tested program is the one that ships. And it
+//! must find torn pages when the log is left out: a disk with `backend=raw`.
 //!
 //! `WALVISOR_SEED=N` repeats operations and points, though not the machine's timing.
 //! `WALVISOR_POWER_CUTS=N` sets how many points are judged of each recording (`each`: all FLUSHes,
@@ -17,7 +18,7 @@
 use std::fmt::Write as _;
 use std::fs::{self, File};
 use std::path::{Path, PathBuf};
-use std::sync::Mutex;
+use std::sync::{Mutex, PoisonError};
 use std::thread;
 use std::time::{SystemTime, UNIX_EPOCH};
 
@@ -52,9 +53,14 @@ fn installed() -> bool {
 struct Kind {
     file_system: &'static str,
     engine: &'static str,
-    /// The kind of sync that is left out.
+    /// The kind of sync that is left out, or the log.
     fault: Option<&'static str>,
+    /// Whether there is only a disk of pages, which are written as a whole.
+    pages: bool,
 }
+
+/// What is left out of a disk of pages that has no log.
+const LOG: &str = "log";
 
 const fn kind(
     file_system: &'static str,
@@ -65,6 +71,18 @@ const fn kind(
         file_system,
         engine,
         fault,
+        pages: false,
+    }
+}
+
+const fn pages(
+    file_system: &'static str,
+    engine: &'static str,
+    fault: Option<&'static str>,
+) -> Kind {
+    Kind {
+        pages: true,
+        ..kind(file_system, engine, fault)
     }
 }
 
@@ -79,6 +97,14 @@ const KINDS: [Kind; 9] = [
     kind("ext4", "io_uring", Some("control")),
     kind("ext4", "io_uring", Some("base")),
     kind("ext4", "io_uring", Some("directories")),
+];
+
+/// Pages of 16 and 64 KiB, with a log and without.
+const PAGES: [Kind; 4] = [
+    pages("ext4", "io_uring", None),
+    pages("xfs", "threads", None),
+    pages("ext4", "io_uring", Some(LOG)),
+    pages("xfs", "threads", Some(LOG)),
 ];
 
 /// The result of one recording.
@@ -154,12 +180,18 @@ fn judged(kind: Kind, seed: u64, points: &str) -> Outcome {
         file_system,
         engine,
         fault,
+        pages,
     } = kind;
     let first = if fault.is_some() { " first" } else { "" };
     let fault_name = fault.unwrap_or("none");
+    let load = match (pages, fault) {
+        (false, _) => "life",
+        (true, Some(LOG)) => "raw-pages",
+        (true, _) => "pages",
+    };
     let commands = [
         format!(
-            "{program} record /mnt/out {file_system} {engine} {fault_name} {seed} {OPERATIONS} {walvisor}"
+            "{program} record /mnt/out {file_system} {engine} {fault_name} {load} {seed} {OPERATIONS} {walvisor}"
         ),
         format!("{program} judge /mnt/out {points} {walvisor}{first}"),
     ];
@@ -192,8 +224,9 @@ fn replay(recording: &Path) {
 /// The recording's line of the table.
 fn row(kind: Kind, seed: u64, outcome: &Outcome) -> String {
     format!(
-        "| {} | {} | {} | {seed} | {} | {} | {} | {} | {} |\n",
+        "| {}{} | {} | {} | {seed} | {} | {} | {} | {} | {} |\n",
         kind.file_system,
+        if kind.pages { ", pages" } else { "" },
         kind.engine,
         kind.fault.unwrap_or("nothing"),
         outcome.operations,
@@ -212,6 +245,28 @@ fn no_power_cut_breaks_a_promise() {
     if let Some(recording) = std::env::var_os("WALVISOR_RECORDING") {
         return replay(&PathBuf::from(recording));
     }
+    cut_power(&KINDS);
+}
+
+#[test]
+fn no_power_cut_tears_a_page() {
+    // The other test replays recordings of pages too.
+    if !installed() || std::env::var_os("WALVISOR_RECORDING").is_some() {
+        return;
+    }
+    for (kind, _, outcome) in cut_power(&PAGES) {
+        // Without the log pages are torn, and nothing else: no FLUSH is lost.
+        let torn = |broken: &String| broken.ends_with("found none of its states");
+        assert!(outcome.broken.iter().all(torn), "{kind:?}: {outcome:?}");
+    }
+}
+
+/// Records these kinds, cuts the power of each, and checks what the judge says. Returns the
+/// outcomes, each with its seed.
+fn cut_power(kinds: &[Kind]) -> Vec<(Kind, u64, Outcome)> {
+    // Each test has as many machines as there are processors.
+    static ALONE: Mutex<()> = Mutex::new(());
+    let _alone = ALONE.lock().unwrap_or_else(PoisonError::into_inner);
     let seed = number("WALVISOR_SEED").unwrap_or_else(|| {
         let now = SystemTime::now().duration_since(UNIX_EPOCH);
         now.expect("a clock after 1970").as_secs()
@@ -223,7 +278,7 @@ fn no_power_cut_breaks_a_promise() {
     );
     let points = std::env::var("WALVISOR_POWER_CUTS").unwrap_or("120".to_owned());
     let rounds = number("WALVISOR_POWER_CUT_ROUNDS").unwrap_or(1);
-    let all = (0..rounds).flat_map(|round| KINDS.map(|kind| (kind, seed + round)));
+    let all = (0..rounds).flat_map(|round| kinds.iter().map(move |kind| (*kind, seed + round)));
     let (waiting, done) = (Mutex::new(all), Mutex::new(Vec::new()));
     let threads = thread::available_parallelism().map_or(1, usize::from);
     thread::scope(|scope| {
@@ -260,6 +315,7 @@ fn no_power_cut_breaks_a_promise() {
             ),
         }
     }
+    done
 }
 
 /// The living processes of a machine that boots from `dir`, each with its parent's number.

@@ -37,6 +37,8 @@ pub enum Habit {
     Forces,
     /// No FLUSH: the client's disk makes every write durable.
     Trusts,
+    /// The region is a page of this many bytes: each write is all of it, as a database writes.
+    Pages(usize),
 }
 
 /// A client of one disk.
@@ -128,8 +130,12 @@ impl Client {
             Habit::Streams => (LONGEST, false, false, random.one_in(2)),
             Habit::Forces => (16 << 10, random.one_in(8), random.one_in(3), false),
             Habit::Trusts => (16 << 10, random.one_in(8), false, false),
+            Habit::Pages(len) => (len, false, false, random.one_in(4)),
         };
-        let sectors = 1 + random.below((longest / SECTOR) as u64) as usize;
+        let sectors = match self.habit {
+            Habit::Pages(len) => len / SECTOR,
+            _ => 1 + random.below((longest / SECTOR) as u64) as usize,
+        };
         let first = random.below((self.region.len() / SECTOR - sectors + 1) as u64) as usize;
         let (at, len) = (first * SECTOR, sectors * SECTOR);
         let mut data = vec![0; len];

@@ -9,7 +9,8 @@
 //! ```
 //!
 //! ```text
-//! power-cut record DIR FILE-SYSTEM ENGINE FAULT SEED OPERATIONS WALVISOR
+//! power-cut record DIR FILE-SYSTEM ENGINE FAULT LOAD SEED OPERATIONS WALVISOR
+//!                                     LOAD: `life`; `pages`; or `raw-pages`, without a log
 //! power-cut judge DIR POINTS WALVISOR [first]         POINTS: how many; `each`; or one as it was printed
 //! power-cut make DISK
 //! ```
@@ -70,8 +71,18 @@ fn number(text: &str) -> io::Result<u64> {
 }
 
 fn record(arguments: &[&str]) -> io::Result<()> {
-    let [dir, file_system, engine, fault, seed, operations, walvisor] = arguments[..] else {
-        return Err(io::Error::other("record takes seven arguments"));
+    let [
+        dir,
+        file_system,
+        engine,
+        fault,
+        load,
+        seed,
+        operations,
+        walvisor,
+    ] = arguments[..]
+    else {
+        return Err(io::Error::other("record takes eight arguments"));
     };
     let plan = Plan {
         file_system: file_system.to_owned(),
@@ -79,6 +90,7 @@ fn record(arguments: &[&str]) -> io::Result<()> {
             fault: Fault::named(fault),
             io_uring: engine == "io_uring",
         },
+        pages: (load != "life").then_some(load == "pages"),
         seed: number(seed)?,
         operations: number(operations)? as usize,
         walvisor: PathBuf::from(walvisor),

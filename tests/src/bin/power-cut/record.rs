@@ -30,18 +30,30 @@ const RAW: &str = "/run/raw";
 
 const KIB: usize = 1 << 10;
 const MIB: usize = 1 << 20;
-/// Bytes of each client's region. The regions of a disk's clients follow each other from the disk's
-/// start.
+/// Bytes of each client's region, unless that is a page. The regions of a disk's clients follow
+/// each other from the disk's start.
 const REGION: usize = 128 * KIB;
 /// Bytes of the file that `b.img` is imported from, and of the disk after it was shrunk.
 const IMPORTED: usize = 3 * MIB;
 const SHRUNK: usize = 2 * MIB;
+
+/// The disk of pages without a log. Its image is all that there is.
+pub const RAW_DISK: &str = "raw.img";
+/// The same disk with a log.
+const PAGES_DISK: &str = "p.img";
+/// MariaDB's pages, and the longest that Linux 7.2 writes atomically to a file of ext4.
+const PAGES: [Habit; 8] = {
+    let (large, small) = (Habit::Pages(64 * KIB), Habit::Pages(16 * KIB));
+    [large, large, large, large, small, small, small, small]
+};
 
 /// The parameters of a recording.
 pub struct Plan {
     /// `ext4` or `xfs`.
     pub file_system: String,
     pub conditions: Conditions,
+    /// Whether there is only a disk of pages; and then, whether it has a log.
+    pub pages: Option<bool>,
     pub seed: u64,
     /// Number of operations of each client in each of the three periods in which disks are served.
     pub operations: usize,
@@ -69,8 +81,8 @@ pub fn log_of(name: &str) -> PathBuf {
     image(if name == "d.img" { "d.log" } else { "log" })
 }
 
-/// Makes `a.img` or `d.img`, and a log of small segments. `power-cut make` calls this in a process
-/// of its own.
+/// Makes `a.img` or a disk with imported content, and a log of small segments. `power-cut make`
+/// calls this in a process of its own.
 pub fn make(name: &str) -> io::Result<()> {
     let (path, log) = (image(name), log_of(name));
     let options = |max_segments| StoreOptions {
@@ -79,6 +91,11 @@ pub fn make(name: &str) -> io::Result<()> {
         ..StoreOptions::default()
     };
     let made = match name {
+        // Allocated and written: a page is overwritten in its place.
+        RAW_DISK => {
+            std::fs::copy(RAW, &path)?;
+            return std::fs::File::open(&path)?.sync_all();
+        }
         "a.img" => create_disk(&path, 4 * MIB as u64, &log, &options(8)),
         // The whole image is allocated, so no checkpoint makes the file system commit its metadata
         // of other files. The log has the fewest segments: soon the last is in use, and then no
@@ -193,8 +210,13 @@ impl Recorder<'_> {
                 .clients
                 .iter()
                 .filter(|client| client.chain.disk == disk);
-            let (number, at) = (self.clients.len(), beside.count() * REGION);
-            let region = contents[at..at + REGION].to_vec();
+            let at = beside.map(|client| client.chain.len).sum();
+            let len = match habit {
+                Habit::Pages(len) => len,
+                _ => REGION,
+            };
+            let number = self.clients.len();
+            let region = contents[at..at + len].to_vec();
             let client = Client::new(number, habit, self.plan.seed, disk, at, region);
             self.clients.push(client);
         }
@@ -212,6 +234,12 @@ impl Recorder<'_> {
         self.mark(&Mark::Begin)?;
         let contents = imported(self.plan.seed);
         std::fs::write(RAW, &contents)?;
+        if let Some(logged) = self.plan.pages {
+            let disk = if logged { PAGES_DISK } else { RAW_DISK };
+            self.make(disk, IMPORTED)?;
+            self.add_clients(disk, &contents, &PAGES);
+            return self.serve(&[disk], self.plan.operations, false);
+        }
         self.make("d.img", IMPORTED)?;
         // A single client: no sync for other clients makes its writes durable. All its data fits
         // into the first segment. Writes that the disk answers from memory go to the log at a
@@ -275,11 +303,13 @@ impl Recorder<'_> {
         let names = disks.iter().filter_map(|disk| disk.split(',').next());
         let names: Vec<&str> = names.collect();
         for (disk, name) in disks.iter().zip(&names) {
-            let log = log_of(name);
-            let log = log.display();
+            let place = match *name {
+                RAW_DISK => "backend=raw".to_owned(),
+                _ => format!("log={}", log_of(name).display()),
+            };
             command
                 .arg("--disk")
-                .arg(format!("path={disk},log={log},socket={SOCKET}"));
+                .arg(format!("path={disk},{place},socket={SOCKET}"));
         }
         let mut clients: Vec<&mut Client> = self
             .clients
