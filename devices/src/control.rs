@@ -35,6 +35,12 @@ pub trait DeviceControl: Send + Sync {
     /// clients if the transport can.
     fn capacity_changed(&self);
 
+    /// Why the device can't take over another capacity, and what to do instead; `None`: it can. Its
+    /// owner asks before it grows the disk.
+    fn resize_obstacle(&self) -> Option<&'static str> {
+        None
+    }
+
     /// Asks for writeback (`true`) or writethrough. Returns the mode that is in force now.
     ///
     /// Writethrough takes effect at once. Writeback takes effect at once only if every user of the

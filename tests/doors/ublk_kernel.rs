@@ -18,7 +18,7 @@ fn no_kill_of_the_daemon_is_seen_by_those_who_use_its_device() {
         include_str!("../scripts/ublk-job.sh")
     );
     let oracle = std::fs::read(env!("CARGO_BIN_EXE_block-oracle")).unwrap();
-    let limit = Duration::from_secs(90 + 20 * kills);
+    let limit = Duration::from_secs(120 + 20 * kills);
     let Some(outcome) = run_newer_job(&script, &[("block-oracle", oracle)], limit) else {
         return;
     };

@@ -75,13 +75,17 @@ kill -0 $held && say 'a paused disk holds its requests'
 walvisor ctl control resume --disk a.img >/dev/null
 wait $held
 say "resumed: status $?"
-walvisor ctl control resize --disk b.img --size 16M >/dev/null
-say "resized: $(blockdev --getsize64 /dev/ublkb1) bytes"
+fails walvisor ctl control resize --disk b.img --size 16M
+say "as before: $(blockdev --getsize64 /dev/ublkb1) bytes, image $(stat -c %s b.img)"
 fails walvisor ctl control add-disk path=d.img
 walvisor ctl control remove-disk c.img >/dev/null
 say "removed: status $?, $(devices) left"
 stop kinds
 say "left: $(devices)"
+walvisor disk resize b.img --size 16M >/dev/null
+serve grown --disk path=b.img,queues=1
+say "resized: $(blockdev --getsize64 /dev/ublkb0) bytes"
+stop grown
 
 # Kills under load.
 walvisor disk create oracle.img --size 64M

@@ -360,9 +360,14 @@ impl Control {
         }
     }
 
+    /// Whether this kernel can change a device's size.
+    pub(super) fn can_resize(&self) -> bool {
+        self.features & flag::UPDATE_SIZE != 0
+    }
+
     /// Tells the kernel a device's size; `false`: this kernel can't change it.
     pub(super) fn resize(&self, number: u32, sectors: u64) -> io::Result<bool> {
-        if self.features & flag::UPDATE_SIZE == 0 {
+        if !self.can_resize() {
             return Ok(false);
         }
         let resized = self.run(command::UPDATE_SIZE, number, sectors);

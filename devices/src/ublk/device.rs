@@ -2,7 +2,6 @@
 
 use std::io;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
 
 use super::control::{Control, DeviceError, During, KernelDevice};
 use super::layout::Parameters;
@@ -70,7 +69,6 @@ impl Device {
             flushes: told.has_volatile_cache(),
             kernel: kernel.handle(),
             name: self.name.clone(),
-            told: AtomicBool::new(false),
         });
         let grown = told.sectors < wanted.sectors;
         let servers = QueueServers::start(&self, queues, pool).during("serve its queues")?;
@@ -153,8 +151,6 @@ struct DiskControl {
     /// The device's number, and what commands it.
     kernel: (u32, Arc<Control>),
     name: String,
-    /// Whether the log says already that the device keeps its size.
-    told: AtomicBool,
 }
 
 impl DeviceControl for DiskControl {
@@ -162,21 +158,25 @@ impl DeviceControl for DiskControl {
         let (number, control) = &self.kernel;
         match control.resize(*number, self.backend.sectors()) {
             Ok(true) => {}
-            Ok(false) => {
-                if !self.told.swap(true, Ordering::Relaxed) {
-                    tracing::warn!(
-                        "disk '{}': its device keeps its size until it is removed and served \
-                         again: this kernel's ublk can't resize (Linux 6.16 can)",
-                        self.name
-                    );
-                }
-            }
+            Ok(false) => tracing::warn!(
+                "disk '{}': its device keeps its size until it is removed and served again: this \
+                 kernel's ublk can't resize (Linux 6.16 can)",
+                self.name
+            ),
             Err(error) => tracing::warn!(
                 "disk '{}': its device keeps its size ({} bytes now): {error}",
                 self.name,
                 self.backend.sectors() * SECTOR_SIZE
             ),
         }
+    }
+
+    fn resize_obstacle(&self) -> Option<&'static str> {
+        let (_, control) = &self.kernel;
+        (!control.can_resize()).then_some(
+            "this kernel's ublk can't resize its device (Linux 6.16 can): stop the daemon, run \
+             'walvisor disk resize', and serve the disk again",
+        )
     }
 
     /// A kernel that believes in writethrough never flushes.

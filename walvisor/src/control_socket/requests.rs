@@ -279,8 +279,13 @@ impl ControlledProcess {
         let disk = self.disk(name)?;
         let _change = self.change();
         let old_size = disk.backend.sectors() * SECTOR_SIZE;
-        grow(&*disk.backend, size)
-            .map_err(|error| ControlError::new(format_args!("disk '{}': {error}", disk.name)))?;
+        let failed = |error: &dyn std::fmt::Display| {
+            ControlError::new(format_args!("disk '{}': {error}", disk.name))
+        };
+        if let Some(why) = disk.device.resize_obstacle() {
+            return Err(failed(&why));
+        }
+        grow(&*disk.backend, size).map_err(|error| failed(&error))?;
         disk.device.capacity_changed();
         let size = disk.backend.sectors() * SECTOR_SIZE;
         Ok(json!({ "disk": disk.name, "old_size_bytes": old_size, "size_bytes": size }))
