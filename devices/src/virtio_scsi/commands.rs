@@ -116,10 +116,12 @@ impl<M: DeviceMemory> Commands<M> {
         } = transfer_of(&self.target.units[unit].unit, &cdb);
         let overrun = wants > data_in as u64 || has > data_out as u64;
         let absent = address == Address::NoUnit && cdb.first() != Some(&REPORT_LUNS);
+        // An absent unit answers as much as there is room for, but never into a Data-Out Buffer.
+        let overrun = overrun && (!absent || data_out > 0);
         let refused = refused
             .or(ended)
             .or((both || !valid).then_some(Response::Failure))
-            .or((overrun && !absent).then_some(Response::Overrun));
+            .or(overrun.then_some(Response::Overrun));
         let simple = matches!(attribute, 0 | 2);
         if refused.is_none() && !absent && simple {
             // No more than the buffer has.

@@ -75,6 +75,12 @@ fn a_buffer_of_another_length_is_told(kind: Kind) {
         let moved = data_in as u32 - if data_in > 0 { residual } else { 0 };
         assert_eq!(answer.written, 108 + moved, "{cdb:02x?}");
     }
+    // What a target says of a unit that it lacks doesn't go into the driver's data either.
+    for cdb in [inquiry(36), [0x03, 0, 0, 0, 18, 0]] {
+        let answer = driver.command(lun(5), &cdb, &[0x5a; 512], 0);
+        assert_eq!((answer.verdict(), answer.residual), ((OVERRUN, 0), 512));
+        assert_eq!(answer.written, 108, "{cdb:02x?}");
+    }
 }
 
 fn what_cannot_be_carried_out_is_refused(kind: Kind) {

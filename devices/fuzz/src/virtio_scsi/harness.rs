@@ -237,6 +237,10 @@ impl Driver {
             assert_eq!(used, (head, chain.answer as u32), "used element");
             let response = answer.last().copied().unwrap_or(0);
             assert!([0, 3, 10, 11, 12].contains(&response), "{answer:?}");
+            // I_T NEXUS RESET ends all commands, also those of a paused unit.
+            if (kind, subtype, response) == (0, 4, 0) && self.is_paused() {
+                assert_eq!([2, 3].map(|queue| self.in_flight(queue)), [0, 0]);
+            }
             self.settle();
         }
     }

@@ -1,6 +1,6 @@
 //! Any chains on the control, event and request queues of a SCSI target, while its owner pauses
 //! units and announces capacities. What can be answered is answered once and changes only the
-//! buffers that its driver gave for it, task management ends what it names also in a paused unit,
+//! buffers that its driver gave for it, an I_T NEXUS RESET ends all commands also of a paused unit,
 //! and a reset makes the target work again after any contents of the rings.
 //!
 //! ```text
