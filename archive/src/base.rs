@@ -39,6 +39,8 @@ pub(crate) struct BaseCopy {
     pub first_part: Place,
     pub first_sequence: u64,
     images: Vec<ImageCopy>,
+    /// Chunks that it has sent.
+    sent: HashSet<String>,
     pub progress: BaseProgress,
     /// The root when the copy had ended.
     pub ended: Option<LogRoot>,
@@ -71,6 +73,7 @@ impl BaseCopy {
             first_part,
             first_sequence,
             images,
+            sent: HashSet::new(),
             progress: BaseProgress {
                 total,
                 ..BaseProgress::default()
@@ -79,12 +82,12 @@ impl BaseCopy {
         })
     }
 
-    /// Copies some chunks. `known`: the chunks that the archive has. Returns whether all are
-    /// copied.
+    /// Copies some chunks. `known`: the chunks of a manifest that stays until this one is there.
+    /// Returns whether all are copied.
     ///
     /// # Errors
     /// [`ErrorKind::Unavailable`]: the same chunks are copied by the next call.
-    pub(crate) fn step(&mut self, archive: &Archive, known: &mut HashSet<String>) -> Result<bool> {
+    pub(crate) fn step(&mut self, archive: &Archive, known: &HashSet<String>) -> Result<bool> {
         let unfinished = |copy: &&mut ImageCopy| copy.next().is_some();
         let Some(copy) = self.images.iter_mut().find(unfinished) else {
             return Ok(true);
@@ -102,6 +105,7 @@ impl BaseCopy {
             let hash = data.as_deref().map(object::hash);
             if let (Some(data), Some(hash)) = (&data, &hash)
                 && !known.contains(hash)
+                && !self.sent.contains(hash)
                 && !new.iter().any(|(other, _)| other == hash)
             {
                 sent += data.len() as u64;
@@ -114,7 +118,7 @@ impl BaseCopy {
             archive.put(&name, bytes).await
         });
         archive.block_on(archive.in_order(puts, |()| Ok(true)))?;
-        known.extend(new.into_iter().map(|(hash, _)| hash));
+        self.sent.extend(new.into_iter().map(|(hash, _)| hash));
         copy.chunks.extend(found);
         self.progress.passed += passed;
         self.progress.sent += sent;

@@ -7,6 +7,8 @@ pub(crate) const LOG: &str = "log.json";
 pub(crate) const EPOCHS: &str = "epochs";
 pub(crate) const PARTS: &str = "parts";
 pub(crate) const BASES: &str = "bases";
+pub(crate) const CHUNKS: &str = "chunks";
+pub(crate) const LEASES: &str = "leases";
 
 /// A part or a base: the number of an epoch, and a number within it, from 1.
 #[derive(
@@ -43,7 +45,12 @@ pub(crate) fn base(place: Place) -> String {
 
 /// A chunk of an image, by the SHA-256 of its bytes in hex.
 pub(crate) fn chunk(hash: &str) -> String {
-    format!("chunks/{}/{hash}", &hash[..2])
+    format!("{CHUNKS}/{}/{hash}", &hash[..2])
+}
+
+/// What a running restore needs; `random` is its number.
+pub(crate) fn lease(random: &str) -> String {
+    format!("{LEASES}/{random}.json")
 }
 
 /// The number that ends a name of a claim, a part or a base.

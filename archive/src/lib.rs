@@ -8,11 +8,12 @@
 //! ```
 //! `remote` speaks with the store, `object` and `layout` are the format (see `FORMAT.md`), `epoch`
 //! keeps it to one writer, `uploader` and `base` fill it, `line` finds a way through it, `restore`
-//! brings a log back.
+//! brings a log back, `expire` removes what is too old.
 
 mod base;
 mod epoch;
 mod error;
+mod expire;
 mod layout;
 mod line;
 mod object;
@@ -26,6 +27,7 @@ mod url;
 
 pub use base::BaseProgress;
 pub use error::{Error, ErrorKind, Result};
+pub use expire::{ExpireOptions, ExpireReport, expire};
 pub use remote::{Archive, Traffic};
 pub use restore::{RestoreReport, RestoredDisk, restore, verify};
 pub use survey::{ArchiveBase, ArchiveEnd, Survey, survey};

@@ -5,6 +5,8 @@
 //!   epoch 2              └ 1 2 3
 //!   epoch 3   1 2 3 4        begins anew: a line of its own
 //! ```
+//! Where parts are missing, because they have expired or the store has lost them, one line ends and
+//! another begins.
 
 use std::collections::BTreeMap;
 
@@ -14,14 +16,15 @@ use crate::epoch::Claim;
 use crate::error::{Error, ErrorKind, Result};
 use crate::layout::{self, Place};
 use crate::object::{self, BaseHeader, PartHeader};
-use crate::remote::Archive;
+use crate::remote::{Archive, Listed};
 
 /// What an archive has: claims, and the numbers of parts and bases of each epoch.
 pub(crate) struct Catalog {
     pub claims: BTreeMap<u64, Claim>,
-    /// The lowest and the highest number of the parts that follow each other up to there, by epoch.
-    parts: BTreeMap<u64, (u64, u64)>,
-    pub part_bytes: u64,
+    /// The lowest and the highest numbers of parts that follow each other, by epoch, in order.
+    parts: BTreeMap<u64, Vec<(u64, u64)>>,
+    /// The parts in the store's list, with their sizes.
+    pub listed_parts: Vec<(Place, u64)>,
     pub bases: Vec<Place>,
 }
 
@@ -39,13 +42,22 @@ impl Line {
         })
     }
 
+    /// Whether the images of a base and the line's log lead to its points.
+    pub(crate) fn leads(&self, base: &BaseHeader) -> bool {
+        self.has(base.first_part) && self.has(base.exact_part)
+    }
+
+    /// The parts, in order.
+    pub(crate) fn parts(&self) -> impl Iterator<Item = Place> {
+        let spans = self.0.clone().into_iter();
+        spans.flat_map(|(epoch, first, last)| {
+            (first..=last).map(move |number| Place { epoch, number })
+        })
+    }
+
     /// The parts from this one on.
     pub(crate) fn from(&self, place: Place) -> impl Iterator<Item = Place> {
-        let spans = self.0.clone().into_iter();
-        let all = spans.flat_map(|(epoch, first, last)| {
-            (first..=last).map(move |number| Place { epoch, number })
-        });
-        all.skip_while(move |at| *at != place)
+        self.parts().skip_while(move |at| *at != place)
     }
 
     /// The newest part.
@@ -61,55 +73,66 @@ impl Line {
 }
 
 impl Catalog {
-    /// Lists an archive.
+    /// Lists an archive. What is in no list yet is asked for by its name.
     ///
     /// # Errors
     /// [`ErrorKind::NotFound`] if there is none.
     pub(crate) async fn read(archive: &Archive) -> Result<Self> {
+        let listed = archive.list(layout::EPOCHS).await?;
+        let listed = listed
+            .iter()
+            .filter_map(|claim| layout::number(&claim.name));
+        let newest = listed.max().ok_or_else(|| no_archive(archive))?;
         let mut claims = BTreeMap::new();
-        for (name, _) in archive.list(layout::EPOCHS).await? {
-            if layout::number(&name).is_none() {
-                continue;
+        for epoch in 1.. {
+            let name = layout::epoch(epoch);
+            match archive.get(&name).await? {
+                Some(claim) => drop(claims.insert(epoch, Claim::of(&claim, &name)?)),
+                // Some stores' lists lag behind.
+                None if epoch > newest => break,
+                None => {}
             }
-            let claim = Claim::of(&archive.need(&name).await?, &name)?;
-            claims.insert(claim.epoch, claim);
         }
-        if claims.is_empty() {
-            return Err(no_archive(archive));
-        }
-        let mut parts: BTreeMap<u64, (u64, u64)> = BTreeMap::new();
-        let mut part_bytes = 0;
-        for (name, bytes) in archive.list(layout::PARTS).await? {
+        let mut listed_parts = Vec::new();
+        let mut parts: BTreeMap<u64, Vec<(u64, u64)>> = BTreeMap::new();
+        for Listed { name, bytes, .. } in archive.list(layout::PARTS).await? {
             let Some(place) = place_of(&name) else {
                 continue;
             };
-            part_bytes += bytes;
-            let known = parts.get(&place.epoch).copied();
-            match known {
-                // A hole: what is behind it follows nothing.
-                Some((_, last)) if place.number != last + 1 => {}
-                Some((first, _)) => drop(parts.insert(place.epoch, (first, place.number))),
-                None => drop(parts.insert(place.epoch, (place.number, place.number))),
+            listed_parts.push((place, bytes));
+            let runs = parts.entry(place.epoch).or_default();
+            match runs.last_mut() {
+                Some((_, last)) if place.number == *last + 1 => *last += 1,
+                _ => runs.push((place.number, place.number)),
             }
         }
-        // Some stores' lists lag behind.
-        for (&epoch, (_, last)) in &mut parts {
-            while archive
-                .has(&layout::part(Place {
-                    epoch,
-                    number: *last + 1,
-                }))
-                .await?
-            {
-                *last += 1;
+        for (&epoch, runs) in &mut parts {
+            // Here, too, the list may lack some.
+            let listed = std::mem::take(runs);
+            for (first, mut last) in listed {
+                if let Some((_, before)) = runs.last_mut()
+                    && *before + 1 >= first
+                {
+                    *before = last.max(*before);
+                    last = *before;
+                } else {
+                    runs.push((first, last));
+                }
+                let name = |number| layout::part(Place { epoch, number });
+                while archive.has(&name(last + 1)).await? {
+                    last += 1;
+                }
+                if let Some(run) = runs.last_mut() {
+                    run.1 = last;
+                }
             }
         }
         let bases = archive.list(layout::BASES).await?;
-        let bases = bases.iter().filter_map(|(name, _)| place_of(name));
+        let bases = bases.iter().filter_map(|base| place_of(&base.name));
         Ok(Self {
             claims,
             parts,
-            part_bytes,
+            listed_parts,
             bases: bases.collect(),
         })
     }
@@ -126,27 +149,47 @@ impl Catalog {
             if done.contains(&epoch) {
                 continue;
             }
-            let (mut line, mut at, mut most) = (Vec::new(), Some(epoch), u64::MAX);
-            while let Some(epoch) = at {
-                done.push(epoch);
-                if let Some(&(first, last)) = self.parts.get(&epoch)
-                    && first <= last.min(most)
-                {
-                    line.push((epoch, first, last.min(most)));
+            for line in self.lines_to(epoch, &mut done) {
+                // Two epochs may follow the same one.
+                if !lines.contains(&line) {
+                    lines.push(line);
                 }
-                let after = self.claims.get(&epoch).and_then(|claim| claim.after);
-                // A claim that names a later epoch is nonsense, and would never end.
-                let after = after.filter(|after| after.epoch < epoch);
-                (at, most) = (
-                    after.map(|after| after.epoch),
-                    after.map_or(0, |after| after.number),
-                );
-            }
-            line.reverse();
-            if !line.is_empty() {
-                lines.push(Line(line));
             }
         }
+        lines
+    }
+
+    /// The line that ends with this epoch, and those before it that it would continue if no part
+    /// were missing, newest first. `done` gets all their epochs.
+    pub(crate) fn lines_to(&self, epoch: u64, done: &mut Vec<u64>) -> Vec<Line> {
+        let (mut lines, mut line) = (Vec::new(), Vec::new());
+        let (mut at, mut most) = (Some(epoch), u64::MAX);
+        // The part that the line follows.
+        let mut follows = None;
+        while let Some(epoch) = at {
+            done.push(epoch);
+            let after = self.claims.get(&epoch).and_then(|claim| claim.after);
+            // A claim that names a later epoch is nonsense, and would never end.
+            let after = after.filter(|after| after.epoch < epoch);
+            for &(first, last) in self.parts.get(&epoch).into_iter().flatten().rev() {
+                let number = last.min(most);
+                if first > number {
+                    continue;
+                }
+                if !line.is_empty() && follows != Some(Place { epoch, number }) {
+                    line.reverse();
+                    lines.push(Line(std::mem::take(&mut line)));
+                }
+                line.push((epoch, first, number));
+                follows = after.filter(|_| first == 1);
+            }
+            (at, most) = (
+                after.map(|after| after.epoch),
+                after.map_or(0, |after| after.number),
+            );
+        }
+        line.reverse();
+        lines.extend((!line.is_empty()).then_some(Line(line)));
         lines
     }
 }
@@ -216,11 +259,12 @@ mod tests {
         };
         Catalog {
             claims: claims.iter().map(|known| (known.0, claim(known))).collect(),
-            parts: parts
-                .iter()
-                .map(|&(epoch, first, last)| (epoch, (first, last)))
-                .collect(),
-            part_bytes: 0,
+            parts: parts.iter().fold(BTreeMap::new(), |mut runs, part| {
+                let of_epoch: &mut Vec<_> = runs.entry(part.0).or_default();
+                of_epoch.push((part.1, part.2));
+                runs
+            }),
+            listed_parts: Vec::new(),
             bases: Vec::new(),
         }
     }
@@ -250,6 +294,21 @@ mod tests {
             ]
         );
         assert_eq!(lines[0].end(), Some(place(3, 2)));
+    }
+
+    #[test]
+    fn a_line_ends_where_parts_are_missing() {
+        let catalog = catalog(
+            &[(1, None), (2, Some((1, 9))), (3, Some((2, 4)))],
+            // 1/4, 1/5 and 2/1 are missing, and 1/10 counts for nobody.
+            &[(1, 2, 3), (1, 6, 10), (2, 2, 4), (3, 1, 1)],
+        );
+        let wanted = [
+            Line(vec![(2, 2, 4), (3, 1, 1)]),
+            Line(vec![(1, 6, 9)]),
+            Line(vec![(1, 2, 3)]),
+        ];
+        assert_eq!(catalog.lines(), wanted);
     }
 
     /// Nobody may write such a claim, but a reader must end.

@@ -158,6 +158,12 @@ impl Header for BaseHeader {
 }
 
 impl BaseHeader {
+    /// The hashes of the chunks that it names.
+    pub(crate) fn chunks(&self) -> impl Iterator<Item = &str> {
+        let images = self.images.iter();
+        images.flat_map(|image| image.chunks.iter().flatten().map(String::as_str))
+    }
+
     /// Bytes of a chunk of an image; the last one may be shorter.
     pub(crate) fn chunk_len(&self, image: &BaseImage, number: usize) -> u64 {
         let offset = number as u64 * self.chunk_bytes;

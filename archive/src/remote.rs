@@ -69,6 +69,16 @@ pub struct Traffic {
     pub received_bytes: u64,
 }
 
+/// An object in a list.
+#[derive(Clone, Debug)]
+pub(crate) struct Listed {
+    pub name: String,
+    /// Its size, as it is stored.
+    pub bytes: u64,
+    /// When it was last written, by the store's clock, in microseconds since 1970.
+    pub modified_us: u64,
+}
+
 /// What came of creating an object.
 #[derive(Debug, PartialEq, Eq)]
 pub(crate) enum CreateOutcome {
@@ -291,13 +301,14 @@ impl Archive {
         }
     }
 
-    /// The objects in a folder, by name, with their sizes.
-    pub(crate) async fn list(&self, folder: &str) -> Result<Vec<(String, u64)>> {
+    /// The objects in a folder, by name.
+    pub(crate) async fn list(&self, folder: &str) -> Result<Vec<Listed>> {
         self.counters.lists.fetch_add(1, Ordering::Relaxed);
         let folder_key = self.key(folder);
-        let listed = self.store.list(Some(&folder_key)).map_ok(|found| {
-            let name = found.location.to_string();
-            (name, found.size)
+        let listed = self.store.list(Some(&folder_key)).map_ok(|found| Listed {
+            name: found.location.to_string(),
+            bytes: found.size,
+            modified_us: found.last_modified.timestamp_micros().max(0) as u64,
         });
         let listed: std::result::Result<Vec<_>, _> = listed.try_collect().await;
         let mut listed = match listed {
@@ -308,10 +319,10 @@ impl Archive {
             "" => 0,
             prefix => prefix.len() + 1,
         };
-        for (name, _) in &mut listed {
+        for Listed { name, .. } in &mut listed {
             *name = name.split_off(before.min(name.len()));
         }
-        listed.sort();
+        listed.sort_by(|one, other| one.name.cmp(&other.name));
         Ok(listed)
     }
 

@@ -6,6 +6,7 @@
 
 use std::collections::HashMap;
 use std::fs::{self, File};
+use std::future::Future;
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 
@@ -16,6 +17,7 @@ use walvisor_storage::{
 };
 
 use crate::error::{Error, ErrorKind, Result};
+use crate::expire::Lease;
 use crate::layout::{self, Place};
 use crate::line::{Catalog, Line, read_base, read_part, read_root};
 use crate::object::{self, BaseHeader, BaseImage, PartHeader};
@@ -57,7 +59,10 @@ pub type Progress<'a> = &'a mut dyn FnMut(u64, u64);
 type TakePiece<'a> = &'a mut dyn FnMut(u64, u64, &[u8]) -> Result<()>;
 
 /// How to reach a point.
-struct Plan {
+struct Plan<'a> {
+    archive: &'a Archive,
+    /// Keeps what is needed from expiring.
+    lease: Option<Lease<'a>>,
     line: Line,
     base: BaseHeader,
     root: LogRoot,
@@ -98,7 +103,7 @@ pub fn restore(
         let done = note.chunks[i];
         passed += (done as u64 * plan.base.chunk_bytes).min(image.bytes);
         progress(passed, total);
-        plan.fetch_image(archive, image, done, |number, bytes| {
+        plan.fetch_image(image, done, |number, bytes| {
             if let Some(bytes) = bytes {
                 let offset = number as u64 * plan.base.chunk_bytes;
                 let written = file.write_all_at(&bytes, offset);
@@ -123,7 +128,7 @@ pub fn restore(
     let segment_size = plan.root.segment_size();
     clear_log(&log_dir)?;
     let mut slots: HashMap<u64, u32> = HashMap::new();
-    let log = plan.read_log(archive, &mut |sequence, offset, bytes| {
+    let log = plan.read_log(&mut |sequence, offset, bytes| {
         let new = slots.len() as u32;
         let slot = *slots.entry(sequence).or_insert(new);
         Ok(write_segment(&log_dir, slot, segment_size, offset, bytes)?)
@@ -168,14 +173,14 @@ pub fn verify(archive: &Archive, at: Point, progress: Progress<'_>) -> Result<Re
     let total: u64 = plan.base.images.iter().map(|image| image.bytes).sum();
     let (mut passed, mut chunks) = (0, 0);
     for image in &plan.base.images {
-        plan.fetch_image(archive, image, 0, |number, bytes| {
+        plan.fetch_image(image, 0, |number, bytes| {
             chunks += u64::from(bytes.is_some());
             passed += plan.base.chunk_len(image, number);
             progress(passed, total);
             Ok(())
         })?;
     }
-    let log = plan.read_log(archive, &mut |_, _, _| Ok(()))?;
+    let log = plan.read_log(&mut |_, _, _| Ok(()))?;
     let images = image_paths(Path::new(""), &plan.base.images);
     let log_dir = log_dir_of(Path::new(""), &images);
     progress(total, total);
@@ -193,9 +198,9 @@ struct ReadLog {
     bytes: u64,
 }
 
-impl Plan {
+impl<'a> Plan<'a> {
     /// Finds the newest base images from which a point can be reached.
-    async fn find(archive: &Archive, at: Point) -> Result<Self> {
+    async fn find(archive: &'a Archive, at: Point) -> Result<Self> {
         let catalog = Catalog::read(archive).await?;
         let mut reachable = Vec::new();
         for line in catalog.lines() {
@@ -205,7 +210,7 @@ impl Plan {
             let mut oldest = None;
             for &place in catalog.bases.iter().rev() {
                 let (base, root) = read_base(archive, place).await?;
-                if !line.has(base.first_part) || !line.has(base.exact_part) {
+                if !line.leads(&base) {
                     continue;
                 }
                 let root = LogRoot::decode(&root)?;
@@ -220,6 +225,8 @@ impl Plan {
                 };
                 if !place(base.exact).is_gt() && !beyond {
                     return Ok(Self {
+                        archive,
+                        lease: Lease::take(archive, base.at).await?,
                         line,
                         base,
                         root,
@@ -258,21 +265,25 @@ impl Plan {
     /// number and the bytes of each, in order; `None`: they are zeroes.
     fn fetch_image(
         &self,
-        archive: &Archive,
         image: &BaseImage,
         from: usize,
         mut each: impl FnMut(usize, Option<Vec<u8>>) -> Result<()>,
     ) -> Result<()> {
         let wanted = image.chunks.iter().enumerate().skip(from);
         let fetch =
-            wanted.map(|(number, hash)| fetch_chunk(archive, &self.base, image, number, hash));
+            wanted.map(|(number, hash)| fetch_chunk(self.archive, &self.base, image, number, hash));
         let each = |(number, bytes)| each(number, bytes).map(|()| true);
-        archive.block_on(archive.in_order(fetch, each))
+        self.carry_out(self.archive.in_order(fetch, each))
+    }
+
+    fn carry_out<T>(&self, requests: impl Future<Output = T>) -> T {
+        let leased = Lease::during(self.lease.as_ref(), requests);
+        self.archive.block_on(leased)
     }
 
     /// Reads the log from the base images to the point, checks it, and hands its pieces
     /// to `each`.
-    fn read_log(&self, archive: &Archive, each: TakePiece<'_>) -> Result<ReadLog> {
+    fn read_log(&self, each: TakePiece<'_>) -> Result<ReadLog> {
         let mut log = ReadLog {
             roots: vec![self.root.clone()],
             last: self.root.checkpoint(),
@@ -329,8 +340,8 @@ impl Plan {
             Ok(true)
         };
         let parts = self.line.from(self.base.first_part);
-        let read = parts.map(|at| read_part(archive, at));
-        archive.block_on(archive.in_order(read, &mut take))?;
+        let read = parts.map(|at| read_part(self.archive, at));
+        self.carry_out(self.archive.in_order(read, &mut take))?;
         if let Point::Cid(_) = self.at {
             log.until.0 = log.last.lsn;
         }

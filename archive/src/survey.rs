@@ -60,9 +60,7 @@ pub fn survey(archive: &Archive) -> Result<Survey> {
         for line in catalog.lines() {
             let Some(end) = line.end() else { continue };
             let (newest, _) = read_part(archive, end).await?;
-            let of_line = bases
-                .iter()
-                .filter(|base| line.has(base.first_part) && line.has(base.exact_part));
+            let of_line = bases.iter().filter(|base| line.leads(base));
             spans.push(ArchiveEnd {
                 epoch: line.epoch(),
                 last: newest.last.into(),
@@ -85,7 +83,7 @@ pub fn survey(archive: &Archive) -> Result<Survey> {
             epoch: newest.map_or(0, |claim| claim.epoch),
             owner: newest.map_or_else(String::new, |claim| claim.owner.clone()),
             spans,
-            part_bytes: catalog.part_bytes,
+            part_bytes: catalog.listed_parts.iter().map(|(_, bytes)| bytes).sum(),
         })
     })
 }

@@ -97,7 +97,7 @@ pub struct Uploader<'a> {
     base: Base,
     /// The last records of the batches that were read, while images are copied.
     batches: Vec<Commit>,
-    /// Chunks that the archive has.
+    /// The chunks of the newest manifest.
     chunks: HashSet<String>,
     next_base: u64,
     /// Why the base images are copied again.
@@ -515,7 +515,7 @@ impl<'a> Uploader<'a> {
         }
         if let Base::Copying(copy) = &mut self.base
             && copy.ended.is_none()
-            && copy.step(self.archive, &mut self.chunks)?
+            && copy.step(self.archive, &self.chunks)?
         {
             let ended = LogRoot::read(&self.log_dir)?;
             refuse_spilled(&ended)?;
@@ -584,6 +584,9 @@ impl<'a> Uploader<'a> {
         };
         let name = layout::base(at);
         let object = Bytes::from(object::seal(&header, &copy.root.encode())?);
+        // Whoever has the archive now may let chunks expire that only this copy names.
+        self.archive
+            .block_on(epoch::refuse_later(self.archive, self.claim.epoch))?;
         match self.archive.block_on(self.archive.create(&name, &object))? {
             CreateOutcome::Done => {}
             // Our own of an attempt before: as good.
@@ -598,6 +601,7 @@ impl<'a> Uploader<'a> {
         self.base = Base::Done {
             made_us: header.made_us,
         };
+        self.chunks = header.chunks().map(str::to_owned).collect();
         self.batches = Vec::new();
         Ok(())
     }
@@ -691,11 +695,32 @@ impl End {
         catalog: &Catalog,
         chunks: &mut HashSet<String>,
     ) -> Result<Option<Self>> {
-        let lines = catalog.lines();
-        let Some(line) = lines.first() else {
+        let newest = catalog.newest().map_or(0, |newest| newest.epoch);
+        let mut lines = catalog.lines_to(newest, &mut Vec::new());
+        lines.extend(
+            catalog
+                .lines()
+                .into_iter()
+                .take(usize::from(lines.is_empty())),
+        );
+        let mut bases = Vec::new();
+        for &at in &catalog.bases {
+            bases.push(read_base(archive, at).await?.0);
+        }
+        chunks.extend(
+            bases
+                .last()
+                .into_iter()
+                .flat_map(|base| base.chunks())
+                .map(str::to_owned),
+        );
+        let base_of = |line: &&Line| bases.iter().rev().find(|base| line.leads(base));
+        // Behind parts that the store has lost there are no images.
+        let line = lines.iter().find(|line| base_of(line).is_some());
+        let Some(line) = line.or(lines.last()) else {
             return Ok(None);
         };
-        let base = newest_base(archive, catalog, line, chunks).await?;
+        let base = base_of(&line).map(|base| base.made_us);
         let Some(end) = line.end() else {
             return Ok(None);
         };
@@ -750,25 +775,6 @@ impl End {
     }
 }
 
-async fn newest_base(
-    archive: &Archive,
-    catalog: &Catalog,
-    line: &Line,
-    chunks: &mut HashSet<String>,
-) -> Result<Option<u64>> {
-    for &at in catalog.bases.iter().rev() {
-        let (header, _) = read_base(archive, at).await?;
-        if chunks.is_empty() {
-            let images = header.images.iter();
-            chunks.extend(images.flat_map(|image| image.chunks.iter().flatten().cloned()));
-        }
-        if line.has(header.first_part) && line.has(header.exact_part) {
-            return Ok(Some(header.made_us));
-        }
-    }
-    Ok(None)
-}
-
 /// Makes sure that the archive is this log's.
 async fn claim_log(archive: &Archive, root: &LogRoot) -> Result<()> {
     let own = ArchivedLog {
@@ -800,7 +806,7 @@ async fn claim_log(archive: &Archive, root: &LogRoot) -> Result<()> {
 }
 
 /// A random number, in hex.
-fn random() -> Result<String> {
+pub(crate) fn random() -> Result<String> {
     let read = || {
         let mut bytes = [0; 16];
         std::io::Read::read_exact(&mut std::fs::File::open("/dev/urandom")?, &mut bytes)?;

@@ -61,8 +61,9 @@ const ARCHIVE: &[&[&str]] = &[
     &["remote"],
     &["base", "epoch"],
     &["line"],
-    &["restore", "uploader"],
-    &["survey"],
+    &["uploader"],
+    &["expire"],
+    &["restore", "survey"],
 ];
 
 /// Modules of `vmm`.

@@ -55,8 +55,9 @@ impl FaultyStore {
         }
     }
 
-    pub(super) fn fail_one_in(&self, one_in: u64) {
-        self.one_in.store(one_in, Ordering::Relaxed);
+    /// Lets one request in so many go wrong. Returns how many it was before.
+    pub(super) fn fail_one_in(&self, one_in: u64) -> u64 {
+        self.one_in.swap(one_in, Ordering::Relaxed)
     }
 
     pub(super) fn fail_after(&self, requests: u64) {

@@ -4,15 +4,17 @@
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
+use std::time::Duration;
 
 use walvisor_storage::{
-    BackendQueue, Buffer, Operation, Point, Retention, Store, export_disk, restore_disk,
+    BackendQueue, Buffer, Commit, Operation, Point, Retention, Store, export_disk, restore_disk,
 };
 use walvisor_testkit::{Random, queue};
 
 use super::faulty::FaultyStore;
 use super::{Bench, SECTORS, archive_in, bytes_of, mark, settle};
 use crate::error::ErrorKind;
+use crate::expire::{ExpireOptions, expire_at};
 use crate::remote::Archive;
 use crate::restore::verify;
 use crate::survey::survey;
@@ -30,6 +32,8 @@ struct History {
     now: [Vec<u8>; 2],
     /// What the disks were, by LSN.
     states: States,
+    /// When the marks were made.
+    times: BTreeMap<u64, u64>,
 }
 
 impl History {
@@ -79,8 +83,9 @@ impl History {
     }
 
     fn mark(&mut self) {
-        let lsn = mark(&self.store().disks()[0]).lsn;
+        let Commit { lsn, unix_us, .. } = mark(&self.store().disks()[0]);
         self.states.insert(lsn, self.now.clone());
+        self.times.insert(lsn, unix_us);
     }
 
     /// Restores one of the disks in place.
@@ -97,6 +102,34 @@ impl History {
                 self.states.insert(lsn, self.now.clone());
             }
         }
+    }
+
+    /// Lets the points before one of the marks expire. The others stay, even if the store fails in
+    /// the middle.
+    fn expire(&mut self, archive: &Archive, store: &FaultyStore, grace: Duration) {
+        let known: Vec<(u64, u64)> = self.times.iter().map(|(lsn, us)| (*lsn, *us)).collect();
+        let which = self.random.below(known.len().max(1) as u64) as usize;
+        let Some(&(lsn, unix_us)) = known.get(which) else {
+            return;
+        };
+        let options = ExpireOptions {
+            keep: Duration::ZERO,
+            keep_daily: self.random.below(2) as u32,
+            grace,
+            dry_run: false,
+        };
+        let oldest = || {
+            let rate = store.fail_one_in(0);
+            let found = survey(archive).ok();
+            store.fail_one_in(rate);
+            let newest = found?.spans.into_iter().next()?;
+            newest.bases.first().map(|base| base.exact.lsn)
+        };
+        let before = oldest();
+        let _ = archive.block_on(expire_at(archive, &options, unix_us));
+        let after = oldest();
+        assert_eq!(before.is_some(), after.is_some());
+        assert!(after <= before.max(Some(lsn)), "{after:?} {before:?} {lsn}");
     }
 
     fn reopen(&mut self) {
@@ -142,15 +175,20 @@ fn run(seed: u64) -> u64 {
         Retention::Bytes(256 << 10),
     ];
     let bench = Bench::new(&DISKS, retain[random.below(3) as usize]);
-    let faulty = Arc::new(FaultyStore::new(
-        bench.store.clone(),
-        seed,
-        4 + random.below(12),
-    ));
+    let rate = if random.one_in(4) {
+        0
+    } else {
+        4 + random.below(12)
+    };
+    let faulty = Arc::new(FaultyStore::new(bench.store.clone(), seed, rate));
     let archive = archive_in(faulty.clone());
     let options = UploadOptions {
         base_every: None,
         ..UploadOptions::default()
+    };
+    let often = UploadOptions {
+        base_every: Some(Duration::ZERO),
+        ..options.clone()
     };
     let log = bench.log();
     let mut history = History {
@@ -159,17 +197,30 @@ fn run(seed: u64) -> u64 {
         bench,
         now: [(); 2].map(|()| vec![0; SECTORS as usize * 512]),
         states: BTreeMap::new(),
+        times: BTreeMap::new(),
     };
     let mut up: Option<Uploader<'_>> = None;
     for _ in 0..STEPS {
-        match history.random.below(20) {
+        match history.random.below(21) {
             0 => drop(history.store().disks()[0].checkpoint().unwrap()),
             1 => history.rewind(),
             2 => history.reopen(),
             3 => up = None,
             4..13 => history.modify(),
+            13 => {
+                // What an uploader has begun may come late, but not an hour late.
+                let grace = if rate == 0 && up.is_none() { 0 } else { 3600 };
+                history.expire(&archive, &faulty, Duration::from_secs(grace));
+            }
             _ => match &mut up {
-                None => up = Uploader::new(&archive, &log, options.clone()).ok(),
+                None => {
+                    let options = if history.random.one_in(2) {
+                        &options
+                    } else {
+                        &often
+                    };
+                    up = Uploader::new(&archive, &log, options.clone()).ok();
+                }
                 Some(working) => match working.tick() {
                     Err(error) if error.kind() != ErrorKind::Unavailable => up = None,
                     _ => {}

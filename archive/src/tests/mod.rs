@@ -5,6 +5,7 @@ mod history;
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
+use std::time::Duration;
 
 use object_store::ObjectStoreExt;
 use object_store::memory::InMemory;
@@ -15,7 +16,10 @@ use walvisor_storage::{
 use walvisor_testkit::queue;
 
 use crate::error::{ErrorKind, Result};
+use crate::expire::{ExpireOptions, ExpireReport, Lease, expire_at};
 use crate::layout::{self, Place};
+use crate::line::read_base;
+use crate::object;
 use crate::remote::Archive;
 use crate::restore::{RestoreReport, restore, verify};
 use crate::survey::survey;
@@ -623,7 +627,7 @@ fn damage_in_the_store_is_told_and_never_restored() {
     let names: Vec<String> = ["chunks", layout::PARTS, layout::BASES]
         .iter()
         .flat_map(|folder| archive.block_on(archive.list(folder)).unwrap())
-        .map(|(name, _)| name)
+        .map(|listed| listed.name)
         .collect();
     assert!(names.len() >= 3, "{names:?}");
     for name in names {
@@ -752,5 +756,203 @@ fn an_idle_log_sends_nothing() {
     }
     let last = mark(&store.disks()[0]);
     assert_eq!(settle(&mut up).last.lsn, last.lsn);
+    store.close().unwrap();
+}
+
+/// Keeps what is of this time or newer.
+fn expire_before(archive: &Archive, unix_us: u64, keep_daily: u32) -> ExpireReport {
+    let options = ExpireOptions {
+        keep: Duration::ZERO,
+        keep_daily,
+        grace: Duration::ZERO,
+        dry_run: true,
+    };
+    let planned = archive.block_on(expire_at(archive, &options, unix_us));
+    let options = ExpireOptions {
+        dry_run: false,
+        ..options
+    };
+    let done = archive.block_on(expire_at(archive, &options, unix_us));
+    assert_eq!(done.as_ref().unwrap(), &planned.unwrap());
+    done.unwrap()
+}
+
+/// A log whose images were copied four times, with records in between, and the commits after which
+/// they were.
+fn copied_four_times(bench: &Bench, archive: &Archive, disk: &Disk) -> Vec<(Commit, u8)> {
+    let often = UploadOptions {
+        base_every: Some(Duration::ZERO),
+        ..UploadOptions::default()
+    };
+    let mut commits = Vec::new();
+    for round in 1..=4u8 {
+        // No chunk like another, and one that stays.
+        write(disk, 200, 99, 8);
+        // More than a segment.
+        (0..5).for_each(|_| write(disk, 0, round, 128));
+        commits.push((mark(disk), round));
+        disk.checkpoint().unwrap();
+        let mut up = Uploader::new(archive, &bench.log(), often.clone()).unwrap();
+        let bases = copies(archive);
+        while copies(archive) == bases {
+            up.tick().unwrap();
+        }
+    }
+    commits
+}
+
+/// The number of copies of the images.
+fn copies(archive: &Archive) -> usize {
+    archive.block_on(archive.list(layout::BASES)).unwrap().len()
+}
+
+fn reachable(bench: &Bench, archive: &Archive, commits: &[(Commit, u8)]) -> Vec<u8> {
+    let reached = commits.iter().filter(|(commit, round)| {
+        let restored = bench.restore(archive, Point::Lsn(commit.lsn));
+        restored.is_ok_and(|(_dir, back)| {
+            let bytes = bytes_of(&back.disks[0].path, &back.log_dir);
+            assert_eq!((bytes[0], bytes[200 * 512]), (*round, 99));
+            true
+        })
+    });
+    reached.map(|(_, round)| *round).collect()
+}
+
+#[test]
+fn what_no_kept_point_needs_expires_and_the_log_goes_on() {
+    let (bench, archive, store) = Bench::in_use(Retention::Nothing);
+    let disk = &store.disks()[0];
+    let commits = copied_four_times(&bench, &archive, disk);
+    assert_eq!(reachable(&bench, &archive, &commits), [1, 2, 3, 4]);
+    let gone = expire_before(&archive, commits[2].0.unix_us, 0);
+    assert!(gone.bases > 0 && gone.parts > 0 && gone.chunks > 0 && gone.bytes > 0);
+    assert!(gone.oldest.unwrap().lsn <= commits[2].0.lsn, "{gone:?}");
+    assert_eq!(reachable(&bench, &archive, &commits), [3, 4]);
+    // Nothing more is too old.
+    let again = expire_before(&archive, commits[2].0.unix_us, 0);
+    assert_eq!((again.bases, again.parts, again.chunks), (0, 0, 0));
+    // An uploader that comes later goes on where the last one ended.
+    write(disk, 0, 5, 128);
+    let newest = (mark(disk), 5);
+    let mut up = uploader(&archive, &bench);
+    assert_eq!(up.take_reason(), None);
+    settle(&mut up);
+    let bases = survey(&archive).unwrap().spans[0].bases.len();
+    assert!(bases >= 2, "the images were not copied anew: {bases}");
+    // The newest images and the log since stay, however old they are.
+    let gone = expire_before(&archive, u64::MAX / 2, 0);
+    assert_eq!(gone.bases, bases as u64 - 1);
+    assert_eq!(reachable(&bench, &archive, &[commits[3], newest]), [4, 5]);
+    store.close().unwrap();
+}
+
+#[test]
+fn one_point_of_each_day_stays() {
+    let (bench, archive, store) = Bench::in_use(Retention::Nothing);
+    let disk = &store.disks()[0];
+    let commits = copied_four_times(&bench, &archive, disk);
+    let newest = commits[3].0.unix_us;
+    // The first two copies were made two days ago.
+    let day = 24 * 3600 * 1_000_000;
+    let names = archive.block_on(archive.list(layout::BASES)).unwrap();
+    assert_eq!(names.len(), 4);
+    for listed in &names[..2] {
+        let bytes = archive.block_on(archive.need(&listed.name)).unwrap();
+        let (mut header, root) = object::open::<object::BaseHeader>(&listed.name, &bytes).unwrap();
+        header.made_us -= 2 * day;
+        let sealed = object::seal(&header, &root).unwrap();
+        archive
+            .block_on(archive.put(&listed.name, &sealed.into()))
+            .unwrap();
+    }
+    let gone = expire_before(&archive, newest, 3);
+    assert_eq!(gone.bases, 2, "the last copy of each day stays");
+    assert_eq!(reachable(&bench, &archive, &commits), [2, 4]);
+    assert_eq!(survey(&archive).unwrap().spans.len(), 2);
+    // Two days later it is too old.
+    expire_before(&archive, newest + 2 * day, 3);
+    assert_eq!(reachable(&bench, &archive, &commits), [4]);
+    store.close().unwrap();
+}
+
+#[test]
+fn what_a_running_restore_needs_stays() {
+    let (bench, archive, store) = Bench::in_use(Retention::Nothing);
+    let disk = &store.disks()[0];
+    let commits = copied_four_times(&bench, &archive, disk);
+    let first = archive.block_on(archive.list(layout::BASES)).unwrap();
+    let place = Place {
+        epoch: 1,
+        number: 1,
+    };
+    assert_eq!(first[0].name, layout::base(place));
+    assert!(archive.block_on(read_base(&archive, place)).is_ok());
+    let lease = archive.block_on(Lease::take(&archive, place)).unwrap();
+    assert!(lease.is_some());
+    let newest = commits[3].0.unix_us;
+    let gone = expire_before(&archive, newest, 0);
+    assert_eq!((gone.bases, gone.parts), (2, 0), "{gone:?}");
+    assert_eq!(reachable(&bench, &archive, &commits), [1, 2, 3, 4]);
+    drop(lease);
+    let gone = expire_before(&archive, newest, 0);
+    assert!(gone.parts > 0 && gone.chunks > 0, "{gone:?}");
+    assert_eq!(reachable(&bench, &archive, &commits), [4]);
+    let left = archive.block_on(archive.list(layout::LEASES)).unwrap();
+    assert!(left.is_empty(), "{left:?}");
+    store.close().unwrap();
+}
+
+/// A restore that was killed keeps nothing for ever.
+#[test]
+fn a_lease_that_nobody_renews_ends() {
+    let (bench, archive, store) = Bench::in_use(Retention::Nothing);
+    let disk = &store.disks()[0];
+    let commits = copied_four_times(&bench, &archive, disk);
+    let place = Place {
+        epoch: 1,
+        number: 1,
+    };
+    let lease = archive.block_on(Lease::take(&archive, place)).unwrap();
+    std::mem::forget(lease);
+    let day = 24 * 3600 * 1_000_000;
+    expire_before(&archive, commits[3].0.unix_us + 2 * day, 0);
+    assert_eq!(reachable(&bench, &archive, &commits), [4]);
+    let left = archive.block_on(archive.list(layout::LEASES)).unwrap();
+    assert!(left.is_empty(), "{left:?}");
+    store.close().unwrap();
+}
+
+/// Chunks of a copy that is under way are in no manifest yet.
+#[test]
+fn chunks_of_a_copy_that_is_under_way_stay() {
+    let (bench, archive, store) = Bench::in_use(Retention::Nothing);
+    let disk = &store.disks()[0];
+    let commits = copied_four_times(&bench, &archive, disk);
+    let often = UploadOptions {
+        base_every: Some(Duration::ZERO),
+        ..UploadOptions::default()
+    };
+    write(disk, 0, 5, 128);
+    let newest = (mark(disk), 5);
+    disk.checkpoint().unwrap();
+    let mut up = Uploader::new(&archive, &bench.log(), often).unwrap();
+    while up.tick().unwrap().base.is_none_or(|base| base.sent == 0) {}
+    let options = ExpireOptions {
+        keep: Duration::ZERO,
+        keep_daily: 0,
+        grace: Duration::from_secs(3600),
+        dry_run: false,
+    };
+    let bases = copies(&archive);
+    let now = commits[3].0.unix_us;
+    let gone = archive
+        .block_on(expire_at(&archive, &options, now))
+        .unwrap();
+    assert!(gone.bases > 0 && gone.chunks == 0, "{gone:?}");
+    let left = bases - gone.bases as usize;
+    while copies(&archive) == left {
+        up.tick().unwrap();
+    }
+    assert_eq!(reachable(&bench, &archive, &[commits[3], newest]), [4, 5]);
     store.close().unwrap();
 }

@@ -6,8 +6,8 @@ use std::time::{Duration, Instant};
 use clap::{Args, Subcommand};
 use serde_json::{Value, json};
 use walvisor_archive::{
-    Archive, ArchiveUrl, ErrorKind, RestoreReport, Tick, UploadOptions, Uploader, restore, survey,
-    verify,
+    Archive, ArchiveUrl, ErrorKind, ExpireOptions, ExpireReport, RestoreReport, Tick,
+    UploadOptions, Uploader, expire, restore, survey, verify,
 };
 use walvisor_storage::{Commit, LogRoot, Point, Retention};
 
@@ -96,6 +96,39 @@ enum ArchiveAction {
         #[arg(long)]
         json: bool,
     },
+    /// Remove what none of the points needs that are to be kept. A push may go on meanwhile.
+    Expire {
+        /// The archive.
+        url: String,
+        #[command(flatten)]
+        kept: KeptPoints,
+        /// Only show what would be removed.
+        #[arg(long)]
+        dry_run: bool,
+        /// Whether the process gives up the files and ports that it does not need.
+        #[arg(long, value_enum, default_value_t)]
+        landlock: Landlock,
+        /// Print JSON.
+        #[arg(long)]
+        json: bool,
+    },
+}
+
+/// Which points stay when others expire.
+#[derive(Clone, Copy, Debug, Args)]
+struct KeptPoints {
+    /// Keep all points of this time up to now, such as 30d. The newest copy of the images and the
+    /// log since stay in any case.
+    #[arg(long, value_name = "TIME", value_parser = time)]
+    keep: Duration,
+    /// Also keep an older point of each of the last N days (UTC): that of the day's last copy of the
+    /// images.
+    #[arg(long, value_name = "N", default_value_t = 0)]
+    keep_daily: u32,
+    /// Keep chunks that nothing needs for this time after they were sent: longer than a copy of
+    /// the images takes, which may be under way.
+    #[arg(long, value_name = "TIME", value_parser = time, default_value = "24h")]
+    grace: Duration,
 }
 
 /// A point of the log's history.
@@ -166,7 +199,7 @@ pub fn run(arguments: &ArchiveArguments) -> Result<(), CommandError> {
             url,
             landlock,
             json,
-        } => status(&opened(url, None, *landlock)?, *json),
+        } => status(&opened(url, None, false, *landlock)?, *json),
         ArchiveAction::Restore {
             url,
             dir,
@@ -174,7 +207,7 @@ pub fn run(arguments: &ArchiveArguments) -> Result<(), CommandError> {
             landlock,
             json,
         } => {
-            let archive = opened(url, Some(dir), *landlock)?;
+            let archive = opened(url, Some(dir), true, *landlock)?;
             let done = with_bar("restoring", |progress| {
                 restore(&archive, dir, at.at, progress)
             })?;
@@ -187,9 +220,28 @@ pub fn run(arguments: &ArchiveArguments) -> Result<(), CommandError> {
             landlock,
             json,
         } => {
-            let archive = opened(url, None, *landlock)?;
+            let archive = opened(url, None, true, *landlock)?;
             let done = with_bar("verifying", |progress| verify(&archive, at.at, progress))?;
             report_verified(&done, *json);
+            Ok(())
+        }
+        ArchiveAction::Expire {
+            url,
+            kept,
+            dry_run,
+            landlock,
+            json,
+        } => {
+            let url = address(url)?;
+            places_of(&url, true).restrict(*landlock);
+            let archive = Archive::open(&url)?;
+            let options = ExpireOptions {
+                keep: kept.keep,
+                keep_daily: kept.keep_daily,
+                grace: kept.grace,
+                dry_run: *dry_run,
+            };
+            report_expired(&expire(&archive, &options)?, *dry_run, *json);
             Ok(())
         }
     }
@@ -201,10 +253,17 @@ fn address(url: &str) -> Result<ArchiveUrl, CommandError> {
     parsed.map_err(|error: walvisor_archive::Error| CommandError::Usage(error.to_string()))
 }
 
-/// Opens an archive to read it. `dir`: the directory that a restore makes.
-fn opened(url: &str, dir: Option<&Path>, landlock: Landlock) -> Result<Archive, CommandError> {
+/// Opens an archive to read it. `dir`: the directory that a restore makes. `leased`: it is
+/// read for long, and what is needed is kept meanwhile.
+fn opened(
+    url: &str,
+    dir: Option<&Path>,
+    leased: bool,
+    landlock: Landlock,
+) -> Result<Archive, CommandError> {
     let url = address(url)?;
-    let mut places = places_of(&url, false);
+    // A restore leaves a note there of what it needs.
+    let mut places = places_of(&url, leased);
     if let Some(dir) = dir {
         let made = std::fs::create_dir_all(dir);
         made.map_err(|error| {
@@ -427,6 +486,32 @@ fn report_restored(done: &RestoreReport, json: bool) {
             "  {}: --disk path={path}{log}\n",
             human_size(disk.bytes)
         ));
+    }
+}
+
+fn report_expired(done: &ExpireReport, dry_run: bool, json: bool) {
+    if json {
+        let line = json!({
+            "oldest": done.oldest.map(point_json),
+            "images": done.bases,
+            "parts": done.parts,
+            "chunks": done.chunks,
+            "bytes": done.bytes,
+            "removed": !dry_run,
+        });
+        return print(format_args!("{line}\n"));
+    }
+    let verb = if dry_run { "would remove" } else { "removed" };
+    print(format_args!(
+        "{verb} copies of the images: {}, parts of the log: {}, chunks: {}; {} in all\n",
+        done.bases,
+        done.parts,
+        done.chunks,
+        human_size(done.bytes)
+    ));
+    match done.oldest {
+        Some(oldest) => print(format_args!("the oldest point is {}\n", point_text(oldest))),
+        None => print(format_args!("no copy of the images is complete yet\n")),
     }
 }
 

@@ -7,6 +7,7 @@ use std::fs;
 use std::path::Path;
 use std::process::{Command, Output, Stdio};
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::Duration;
 
 use s3::S3;
 use walvisor_testkit::nbd::RawClient;
@@ -244,6 +245,8 @@ fn what_can_not_be_done_is_said_in_one_line() {
             "give a time such as",
         ),
         ("status URL", 1, "mkdir -p"),
+        ("expire URL --keep 0s", 2, "give a time such as"),
+        ("expire URL --keep 30d", 1, "mkdir -p"),
     ] {
         let (code, errors) = refused(dir, &arguments.replace("URL", &url));
         assert_eq!(code, Some(status), "{errors}");
@@ -258,6 +261,7 @@ fn what_can_not_be_done_is_said_in_one_line() {
         ("status URL", "no archive of a log"),
         ("restore URL back", "no archive of a log"),
         ("verify URL", "no archive of a log"),
+        ("expire URL --keep 30d", "no archive of a log"),
     ] {
         let (code, errors) = refused(dir, &arguments.replace("URL", &url));
         assert_eq!(code, Some(1), "{errors}");
@@ -275,6 +279,56 @@ fn what_can_not_be_done_is_said_in_one_line() {
     done(&mut archive(dir, &format!("restore {url} back")));
     let bytes = succeed(dir, "disk info back/disk.img --json");
     assert_eq!(number(&bytes, "size_bytes"), 1 << 20);
+}
+
+#[test]
+fn what_is_too_old_expires_and_the_rest_comes_back() {
+    let place = tempfile::tempdir().unwrap();
+    let dir = place.path();
+    create(dir, "disk.img", "1M");
+    fs::create_dir(dir.join("archive")).unwrap();
+    let url = format!("file://{}/archive", dir.display());
+    // How often the images are copied.
+    let every = Duration::from_secs(2);
+    let write_and_push = |byte: u8| {
+        let daemon = Daemon::start(dir, "--disk path=disk.img,socket=nbd.sock");
+        let mut client = RawClient::extended(&dir.join("nbd.sock"));
+        client.write(1, 0, &[byte; BLOCK]);
+        client.flush(2);
+        drop(client);
+        daemon.stop();
+        done(&mut archive(
+            dir,
+            &format!("push disk.img.wal {url} --base-every 2s"),
+        ));
+    };
+    write_and_push(1);
+    std::thread::sleep(every);
+    write_and_push(2);
+    let planned = done(&mut archive(
+        dir,
+        &format!("expire {url} --keep 1ms --grace 1ms --dry-run"),
+    ));
+    let told = "would remove copies of the images: 1, parts of the log: ";
+    assert!(planned.starts_with(told), "{planned}");
+    done(&mut archive(dir, &format!("restore {url} old --at lsn:1")));
+    // What is young stays.
+    let kept = done(&mut archive(dir, &format!("expire {url} --keep 1d --json")));
+    assert_eq!((number(&kept, "images"), number(&kept, "parts")), (0, 0));
+    let removed = done(&mut archive(
+        dir,
+        &format!("expire {url} --keep 1ms --grace 1ms --json"),
+    ));
+    let counts = ["images", "chunks"].map(|key| number(&removed, key));
+    assert_eq!(counts, [1, 1], "{removed}");
+    let (_, errors) = refused(dir, &format!("restore {url} older --at lsn:1"));
+    assert!(errors.contains("it reaches from lsn:2"), "{errors}");
+    // The push goes on in the same archive, with the images that are there.
+    write_and_push(3);
+    done(&mut archive(dir, &format!("verify {url}")));
+    done(&mut archive(dir, &format!("restore {url} back")));
+    succeed(dir, "disk export back/disk.img back.raw");
+    assert_eq!(fs::read(dir.join("back.raw")).unwrap()[0], 3);
 }
 
 /// Keys are never shown, and a store that is away is named.

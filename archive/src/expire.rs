@@ -1,0 +1,307 @@
+//! Removing what no point needs that is kept.
+//!
+//! ```text
+//!   images   a ······· b ········· c        d          kept: b leads to the oldest point,
+//!   log      ├────────┼┬─────────┬┴────────┴──▶ now          c and d are newer
+//!            └ removed ┘└ oldest point
+//! ```
+//! A copy of the images that is under way names chunks that no manifest names yet. Those it takes
+//! over are in the newest manifest, which stays until it is published; those it sends are younger
+//! than `grace`.
+
+use std::collections::{BTreeSet, HashSet};
+use std::future::Future;
+use std::pin::pin;
+use std::time::Duration;
+
+use bytes::Bytes;
+use futures_util::future::{Either, select};
+use serde::{Deserialize, Serialize};
+use walvisor_storage::Commit;
+
+use crate::error::{Error, Result};
+use crate::layout::{self, Place};
+use crate::line::{Catalog, Line, read_base, read_part};
+use crate::object::{self, BaseHeader, Moment};
+use crate::remote::{Archive, Listed};
+use crate::uploader::{now_us, random};
+
+/// Microseconds of a day.
+const DAY_US: u64 = 24 * 3600 * 1_000_000;
+/// A lease that was not renewed for this long is of a restore that was killed.
+const LEASE_US: u64 = DAY_US;
+/// How often a restore renews its lease.
+const RENEWAL: Duration = Duration::from_secs(3600);
+
+/// Which points to keep.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct ExpireOptions {
+    /// All points of this time up to now.
+    pub keep: Duration,
+    /// Of each of so many days (UTC) up to now, one older point: that of the day's last copy of the
+    /// images.
+    pub keep_daily: u32,
+    /// Chunks stay for this time after they were sent, even if nothing needs them: longer than a
+    /// copy of the images takes.
+    pub grace: Duration,
+    /// Only say what would be removed.
+    pub dry_run: bool,
+}
+
+/// What was removed, or would be.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct ExpireReport {
+    /// The oldest point that is left; `None`: no copy of the images is complete.
+    pub oldest: Option<Commit>,
+    /// Copies of the images.
+    pub bases: u64,
+    /// Parts of the log.
+    pub parts: u64,
+    /// Chunks of images.
+    pub chunks: u64,
+    /// Bytes of all of them, as they are stored.
+    pub bytes: u64,
+}
+
+/// What a restore that is under way needs.
+#[derive(Debug, Serialize, Deserialize)]
+struct LeaseNote {
+    /// The base that it has chosen.
+    base: Place,
+}
+
+/// Keeps what a restore needs, until it is dropped.
+pub(crate) struct Lease<'a> {
+    archive: &'a Archive,
+    name: String,
+    bytes: Bytes,
+}
+
+impl<'a> Lease<'a> {
+    /// Notes in the archive that these images and the log since are needed. Whoever may only read
+    /// the archive gets no lease, and nothing keeps what he needs.
+    pub(crate) async fn take(archive: &'a Archive, base: Place) -> Result<Option<Self>> {
+        let text = serde_json::to_vec(&LeaseNote { base }).map_err(object::not_json)?;
+        let lease = Self {
+            archive,
+            name: layout::lease(&random()?),
+            bytes: text.into(),
+        };
+        let put = archive.put(&lease.name, &lease.bytes).await;
+        Ok(put.is_ok().then_some(lease))
+    }
+
+    /// Does some work, and renews the lease meanwhile.
+    pub(crate) async fn during<T>(lease: Option<&Self>, work: impl Future<Output = T>) -> T {
+        let Some(lease) = lease else {
+            return work.await;
+        };
+        let renew = async {
+            loop {
+                tokio::time::sleep(RENEWAL).await;
+                // Another attempt follows, and the lease lasts longer than many.
+                let _ = lease.archive.put(&lease.name, &lease.bytes).await;
+            }
+        };
+        match select(pin!(work), pin!(renew)).await {
+            Either::Left((done, _)) => done,
+            Either::Right((never, _)) => never,
+        }
+    }
+}
+
+impl Drop for Lease<'_> {
+    fn drop(&mut self) {
+        let _ = self.archive.block_on(self.archive.remove(&self.name));
+    }
+}
+
+/// Removes what none of the points needs that are to be kept, whether or not a log is being pushed.
+/// The newest copy of the images and the log since stay in any case, and what a running restore
+/// needs. Ended too early, it is continued by another call.
+///
+/// # Errors
+/// [`ErrorKind::NotFound`](crate::ErrorKind::NotFound) if there is no archive; if it can't be read,
+/// or the store removes nothing, perhaps because the bucket locks its objects.
+pub fn expire(archive: &Archive, options: &ExpireOptions) -> Result<ExpireReport> {
+    archive.block_on(expire_at(archive, options, now_us()))
+}
+
+/// As [`expire`], at this time.
+pub(crate) async fn expire_at(
+    archive: &Archive,
+    options: &ExpireOptions,
+    now_us: u64,
+) -> Result<ExpireReport> {
+    // The chunks first: what comes later belongs to a copy that is newer than this list.
+    let chunks = archive.list(layout::CHUNKS).await?;
+    let leased = leased(archive, now_us).await?;
+    let catalog = Catalog::read(archive).await?;
+    let mut bases = Vec::new();
+    for &at in &catalog.bases {
+        bases.push(read_base(archive, at).await?.0);
+    }
+    let needs = Needs::find(archive, &catalog, &bases, &leased, options, now_us).await?;
+    let mut report = ExpireReport {
+        oldest: needs.oldest,
+        ..ExpireReport::default()
+    };
+    let mut gone = Vec::new();
+    let expired = bases.iter().filter(|base| !needs.bases.contains(&base.at));
+    for base in expired {
+        report.bases += 1;
+        gone.push(layout::base(base.at));
+    }
+    for (at, bytes) in &catalog.listed_parts {
+        // Of an epoch that was claimed meanwhile, nothing is known.
+        if !needs.parts.contains(at) && catalog.claims.contains_key(&at.epoch) {
+            report.parts += 1;
+            report.bytes += bytes;
+            gone.push(layout::part(*at));
+        }
+    }
+    let kept = bases.iter().filter(|base| needs.bases.contains(&base.at));
+    let named: HashSet<&str> = kept.flat_map(BaseHeader::chunks).collect();
+    let young = now_us.saturating_sub(options.grace.as_micros() as u64);
+    for Listed {
+        name,
+        bytes,
+        modified_us,
+    } in &chunks
+    {
+        let hash = name.rsplit('/').next().unwrap_or_default();
+        if !named.contains(hash) && *modified_us <= young {
+            report.chunks += 1;
+            report.bytes += bytes;
+            gone.push(name.clone());
+        }
+    }
+    if !options.dry_run {
+        // Manifests first: one that is left has all that it names.
+        let (bases, others) = gone.split_at(report.bases as usize);
+        for names in [bases, others] {
+            let removals = names.iter().map(|name| archive.remove(name));
+            archive.in_order(removals, |()| Ok(true)).await?;
+        }
+    }
+    Ok(report)
+}
+
+/// The bases that running restores need.
+async fn leased(archive: &Archive, now_us: u64) -> Result<Vec<Place>> {
+    let mut bases = Vec::new();
+    for lease in archive.list(layout::LEASES).await? {
+        let lasts = now_us.saturating_sub(lease.modified_us) <= LEASE_US;
+        match archive.get(&lease.name).await? {
+            Some(bytes) if lasts => {
+                let note: LeaseNote = serde_json::from_slice(&bytes)
+                    .map_err(|error| Error::damaged(&lease.name, error))?;
+                bases.push(note.base);
+            }
+            Some(_) => archive.remove(&lease.name).await?,
+            None => {}
+        }
+    }
+    Ok(bases)
+}
+
+/// What is needed for the points that are kept.
+#[derive(Default)]
+struct Needs {
+    bases: BTreeSet<Place>,
+    parts: BTreeSet<Place>,
+    oldest: Option<Commit>,
+}
+
+impl Needs {
+    async fn find(
+        archive: &Archive,
+        catalog: &Catalog,
+        bases: &[BaseHeader],
+        leased: &[Place],
+        options: &ExpireOptions,
+        now_us: u64,
+    ) -> Result<Self> {
+        let mut needs = Self::default();
+        let cutoff = now_us.saturating_sub(options.keep.as_micros() as u64);
+        let days = daily(bases, options.keep_daily, now_us);
+        // A copy that is under way takes chunks over from the newest manifest.
+        needs.bases.extend(bases.last().map(|base| base.at));
+        for (which, line) in catalog.lines().iter().enumerate() {
+            let Some(end) = line.end() else { continue };
+            let mut own: Vec<_> = bases.iter().filter(|base| line.leads(base)).collect();
+            own.sort_by_key(|base| base.exact.lsn);
+            let (last, _) = read_part(archive, end).await?;
+            let in_use = which == 0;
+            // The images that lead to all points since the cutoff.
+            let old = |base: &&BaseHeader| time_of(base.exact, base.made_us) <= cutoff;
+            let first = own.iter().rposition(old);
+            let first = first.or((!own.is_empty()).then_some(0));
+            let ended = !in_use && time_of(last.last, last.made_us) < cutoff;
+            for (i, base) in own.iter().enumerate() {
+                let since = first.is_some_and(|first| i >= first) && !ended;
+                let needed = leased.contains(&base.at) || in_use && i + 1 == own.len();
+                if since || needed {
+                    needs.keep_from(archive, line, base, None).await?;
+                } else if days.contains(&base.at) {
+                    needs.keep_from(archive, line, base, Some(end)).await?;
+                }
+            }
+            if own.is_empty() && in_use {
+                // Its first copy of the images is on the way.
+                needs.parts.extend(line.parts());
+            }
+        }
+        Ok(needs)
+    }
+
+    /// Keeps a base, and the log from it on: all of it, or as much as its own point needs.
+    async fn keep_from(
+        &mut self,
+        archive: &Archive,
+        line: &Line,
+        base: &BaseHeader,
+        alone: Option<Place>,
+    ) -> Result<()> {
+        self.bases.insert(base.at);
+        let exact = Commit::from(base.exact);
+        if self.oldest.is_none_or(|oldest| exact.lsn < oldest.lsn) {
+            self.oldest = Some(exact);
+        }
+        // The root of the first part may be in one before.
+        let (first, _) = read_part(archive, base.first_part).await?;
+        let from = first.root_at.min(base.first_part);
+        for at in line.from(from) {
+            self.parts.insert(at);
+            if alone.is_some() && at >= base.exact_part {
+                // A root may show a restore in place a little later than the log.
+                let (part, _) = read_part(archive, at).await?;
+                if part.rewind_marks.is_empty() {
+                    break;
+                }
+            }
+        }
+        Ok(())
+    }
+}
+
+/// The time of a moment in an object that was made at this time. Of what a log had in its images
+/// when it was first pushed no time is known.
+fn time_of(moment: Moment, made_us: u64) -> u64 {
+    if moment.unix_us == 0 {
+        made_us
+    } else {
+        moment.unix_us
+    }
+}
+
+/// The last base of each of so many days up to now.
+fn daily(bases: &[BaseHeader], count: u32, now_us: u64) -> BTreeSet<Place> {
+    let today = now_us / DAY_US;
+    let days = (0..u64::from(count)).filter_map(|back| today.checked_sub(back));
+    let last_of = |day| {
+        let of_day = bases.iter().filter(|base| base.made_us / DAY_US == day);
+        of_day.max_by_key(|base| base.made_us).map(|base| base.at)
+    };
+    days.filter_map(last_of).collect()
+}
