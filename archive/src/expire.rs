@@ -32,6 +32,8 @@ const DAY_US: u64 = 24 * 3600 * 1_000_000;
 const LEASE_US: u64 = DAY_US;
 /// How often a restore renews its lease.
 const RENEWAL: Duration = Duration::from_secs(3600);
+/// How long a restore that has ended waits for its lease to be removed.
+const RELEASE: Duration = Duration::from_secs(5);
 
 /// Which points to keep.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -112,7 +114,10 @@ impl<'a> Lease<'a> {
 
 impl Drop for Lease<'_> {
     fn drop(&mut self) {
-        let _ = self.archive.block_on(self.archive.remove(&self.name));
+        let removal = self.archive.remove(&self.name);
+        // A store that does not answer keeps nobody; the lease ends by itself.
+        let removal = async { tokio::time::timeout(RELEASE, removal).await };
+        let _ = self.archive.block_on(removal);
     }
 }
 
@@ -135,23 +140,22 @@ pub(crate) async fn expire_at(
 ) -> Result<ExpireReport> {
     // The chunks first: what comes later belongs to a copy that is newer than this list.
     let chunks = archive.list(layout::CHUNKS).await?;
-    let leased = leased(archive, now_us).await?;
+    let (leased, mut gone) = leased(archive, now_us).await?;
     let catalog = Catalog::read(archive).await?;
     let mut bases = Vec::new();
     for &at in &catalog.bases {
         bases.push(read_base(archive, at).await?.0);
     }
+    let leases = gone.len();
     let needs = Needs::find(archive, &catalog, &bases, &leased, options, now_us).await?;
     let mut report = ExpireReport {
         oldest: needs.oldest,
         ..ExpireReport::default()
     };
-    let mut gone = Vec::new();
     let expired = bases.iter().filter(|base| !needs.bases.contains(&base.at));
-    for base in expired {
-        report.bases += 1;
-        gone.push(layout::base(base.at));
-    }
+    gone.extend(expired.map(|base| layout::base(base.at)));
+    report.bases = (gone.len() - leases) as u64;
+    let manifests = gone.len();
     for (at, bytes) in &catalog.listed_parts {
         // Of an epoch that was claimed meanwhile, nothing is known.
         if !needs.parts.contains(at) && catalog.claims.contains_key(&at.epoch) {
@@ -178,8 +182,8 @@ pub(crate) async fn expire_at(
     }
     if !options.dry_run {
         // Manifests first: one that is left has all that it names.
-        let (bases, others) = gone.split_at(report.bases as usize);
-        for names in [bases, others] {
+        let (manifests, others) = gone.split_at(manifests);
+        for names in [manifests, others] {
             let removals = names.iter().map(|name| archive.remove(name));
             archive.in_order(removals, |()| Ok(true)).await?;
         }
@@ -187,22 +191,22 @@ pub(crate) async fn expire_at(
     Ok(report)
 }
 
-/// The bases that running restores need.
-async fn leased(archive: &Archive, now_us: u64) -> Result<Vec<Place>> {
-    let mut bases = Vec::new();
-    for lease in archive.list(layout::LEASES).await? {
-        let lasts = now_us.saturating_sub(lease.modified_us) <= LEASE_US;
-        match archive.get(&lease.name).await? {
-            Some(bytes) if lasts => {
-                let note: LeaseNote = serde_json::from_slice(&bytes)
-                    .map_err(|error| Error::damaged(&lease.name, error))?;
-                bases.push(note.base);
-            }
-            Some(_) => archive.remove(&lease.name).await?,
-            None => {}
+/// The bases that running restores need, and the names of leases that have ended.
+async fn leased(archive: &Archive, now_us: u64) -> Result<(Vec<Place>, Vec<String>)> {
+    let (mut bases, mut ended) = (Vec::new(), Vec::new());
+    for Listed {
+        name, modified_us, ..
+    } in archive.list(layout::LEASES).await?
+    {
+        if now_us.saturating_sub(modified_us) > LEASE_US {
+            ended.push(name);
+        } else if let Some(bytes) = archive.get(&name).await? {
+            let note = serde_json::from_slice(&bytes);
+            let note: LeaseNote = note.map_err(|error| Error::damaged(&name, error))?;
+            bases.push(note.base);
         }
     }
-    Ok(bases)
+    Ok((bases, ended))
 }
 
 /// What is needed for the points that are kept.
@@ -227,41 +231,41 @@ impl Needs {
         let days = daily(bases, options.keep_daily, now_us);
         // A copy that is under way takes chunks over from the newest manifest.
         needs.bases.extend(bases.last().map(|base| base.at));
-        for (which, line) in catalog.lines().iter().enumerate() {
-            let Some(end) = line.end() else { continue };
+        let mut newest = true;
+        for line in &catalog.lines() {
             let mut own: Vec<_> = bases.iter().filter(|base| line.leads(base)).collect();
             own.sort_by_key(|base| base.exact.lsn);
-            let (last, _) = read_part(archive, end).await?;
-            let in_use = which == 0;
+            let (Some(end), Some(last_base)) = (line.end(), own.last()) else {
+                // Perhaps the first copy of its images is on the way.
+                needs.parts.extend(line.parts().filter(|_| newest));
+                continue;
+            };
+            let last_base = last_base.at;
             // The images that lead to all points since the cutoff.
             let old = |base: &&BaseHeader| time_of(base.exact, base.made_us) <= cutoff;
-            let first = own.iter().rposition(old);
-            let first = first.or((!own.is_empty()).then_some(0));
-            let ended = !in_use && time_of(last.last, last.made_us) < cutoff;
-            for (i, base) in own.iter().enumerate() {
-                let since = first.is_some_and(|first| i >= first) && !ended;
-                let needed = leased.contains(&base.at) || in_use && i + 1 == own.len();
-                if since || needed {
-                    needs.keep_from(archive, line, base, None).await?;
+            let first = own.iter().rposition(old).unwrap_or(0);
+            let (last, _) = read_part(archive, end).await?;
+            let ended = time_of(last.last, last.made_us) < cutoff;
+            for (i, base) in own.into_iter().enumerate() {
+                let since = i >= first && !ended || newest && base.at == last_base;
+                if since || leased.contains(&base.at) {
+                    needs.keep_from(archive, line, base, false).await?;
                 } else if days.contains(&base.at) {
-                    needs.keep_from(archive, line, base, Some(end)).await?;
+                    needs.keep_from(archive, line, base, true).await?;
                 }
             }
-            if own.is_empty() && in_use {
-                // Its first copy of the images is on the way.
-                needs.parts.extend(line.parts());
-            }
+            newest = false;
         }
         Ok(needs)
     }
 
-    /// Keeps a base, and the log from it on: all of it, or as much as its own point needs.
+    /// Keeps a base, and the log from it on: all of it, or as much as its own point `alone` needs.
     async fn keep_from(
         &mut self,
         archive: &Archive,
         line: &Line,
         base: &BaseHeader,
-        alone: Option<Place>,
+        alone: bool,
     ) -> Result<()> {
         self.bases.insert(base.at);
         let exact = Commit::from(base.exact);
@@ -270,10 +274,18 @@ impl Needs {
         }
         // The root of the first part may be in one before.
         let (first, _) = read_part(archive, base.first_part).await?;
-        let from = first.root_at.min(base.first_part);
+        let from = if line.has(first.root_at) {
+            first.root_at.min(base.first_part)
+        } else {
+            base.first_part
+        };
+        let known = |at: Place| self.parts.contains(&at);
+        if known(from) && line.end().is_some_and(known) {
+            return Ok(());
+        }
         for at in line.from(from) {
             self.parts.insert(at);
-            if alone.is_some() && at >= base.exact_part {
+            if alone && at >= base.exact_part {
                 // A root may show a restore in place a little later than the log.
                 let (part, _) = read_part(archive, at).await?;
                 if part.rewind_marks.is_empty() {

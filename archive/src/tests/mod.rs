@@ -902,6 +902,41 @@ fn what_a_running_restore_needs_stays() {
     store.close().unwrap();
 }
 
+/// The archive begins anew, and the first copy of the images has not ended.
+#[test]
+fn the_last_way_back_stays_until_there_is_another() {
+    let (bench, archive, store) = Bench::in_use(Retention::Nothing);
+    let disk = &store.disks()[0];
+    let commits = copied_four_times(&bench, &archive, disk);
+    // Without a push, the log forgets what the archive lacks.
+    for round in 0..40 {
+        write(disk, 0, round, 128);
+        disk.checkpoint().unwrap();
+    }
+    let mut up = uploader(&archive, &bench);
+    assert!(up.take_reason().is_some());
+    write(disk, 0, 5, 128);
+    let newest = (mark(disk), 5);
+    let tick = up.tick().unwrap();
+    assert!(!tick.restorable && up.epoch() > 4);
+    let options = ExpireOptions {
+        keep: Duration::ZERO,
+        keep_daily: 0,
+        grace: Duration::from_secs(3600),
+        dry_run: false,
+    };
+    let expired = expire_at(&archive, &options, newest.0.unix_us);
+    assert!(archive.block_on(expired).unwrap().bases > 0);
+    assert_eq!(reachable(&bench, &archive, &commits), [4]);
+    settle(&mut up);
+    assert_eq!(reachable(&bench, &archive, &[newest]), [5]);
+    let gone = expire_before(&archive, u64::MAX / 2, 0);
+    assert!(gone.bases > 0, "{gone:?}");
+    assert!(reachable(&bench, &archive, &commits).is_empty());
+    assert_eq!(reachable(&bench, &archive, &[newest]), [5]);
+    store.close().unwrap();
+}
+
 /// A restore that was killed keeps nothing for ever.
 #[test]
 fn a_lease_that_nobody_renews_ends() {
