@@ -123,6 +123,9 @@ pub fn of(page: &str) -> &'static [&'static str] {
             &["walvisor archive restore s3://bucket/vm1 back --at time:2026-11-27T12:03:00Z"]
         }
         "walvisor-archive-verify" => &["walvisor archive verify s3://bucket/vm1"],
+        "walvisor-archive-plan" => {
+            &["walvisor archive plan --log 200K --images 20G --changed 1G --interval 5s"]
+        }
         "walvisor-archive-expire" => {
             &["walvisor archive expire s3://bucket/vm1 --keep 30d --keep-daily 90"]
         }

@@ -1,5 +1,7 @@
 //! `walvisor archive`: a log in an object store, and back.
 
+mod plan;
+
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
@@ -112,6 +114,8 @@ enum ArchiveAction {
         #[arg(long)]
         json: bool,
     },
+    /// Say what a month of an archive takes and costs, for a rate of writes.
+    Plan(plan::PlanArguments),
 }
 
 /// Which points stay when others expire.
@@ -242,6 +246,10 @@ pub fn run(arguments: &ArchiveArguments) -> Result<(), CommandError> {
                 dry_run: *dry_run,
             };
             report_expired(&expire(&archive, &options)?, *dry_run, *json);
+            Ok(())
+        }
+        ArchiveAction::Plan(plan) => {
+            plan::run(plan);
             Ok(())
         }
     }
