@@ -4,8 +4,7 @@
 //! cargo run -p walvisor-vmm --example boot -- KERNEL [INITRD]
 //! ```
 
-use std::path::PathBuf;
-use std::sync::Arc;
+use std::{path::PathBuf, sync::Arc};
 
 use walvisor_vmm::arch::x86_64::{linux, start_state};
 use walvisor_vmm::backend::ram::RamDisk;
