@@ -66,10 +66,11 @@ class Control:
         if not size_right or not 4 <= max_segments <= 65536 or disk_count > 104:
             raise Damaged(f"{path}: out of its limits")
         home = os.path.dirname(os.path.dirname(os.path.realpath(path)))
-        self.disks, self.void_lsn = {}, {}
+        self.disks, self.void_lsn, self.uuids = {}, {}, {}
         for i in range(disk_count):
             entry = newest[96 + 624 * i :][:624]
             disk_id, path_len = struct.unpack_from("<IH", entry, 16)
+            self.uuids[disk_id] = entry[:16]
             size, _, _, self.void_lsn[disk_id] = struct.unpack_from("<4Q", entry, 24)
             image = os.fsdecode(entry[144 : 144 + path_len])
             self.disks[disk_id] = (size, image and os.path.join(home, image))
@@ -91,6 +92,7 @@ class Control:
         images = [struct.unpack_from("<IIQQ", newest, durable + 16 + 24 * i) for i in range(image_count)]
         # The LSN at which the past of a disk begins.
         self.since = {disk_id: since for disk_id, _, since, _ in images}
+        self.spilled = {disk_id for disk_id, spilled, _, _ in images if spilled}
         lsns = [(to, at) for _, _, to, at, _ in self.rewinds]
         if any(not self.checkpoint_lsn <= to < at for to, at in lsns) or sorted({at for _, at in lsns}) != [at for _, at in lsns]:
             raise Damaged(f"{path}: impossible rewinds")
@@ -377,13 +379,36 @@ def saved_records(directory, lsn, count, control):
     return found
 
 
+def base_of(directory, disk_id, image, control):
+    """What the log's page calls the base image: with what the image could not take."""
+    base = bytearray(open(image, "rb").read())
+    if disk_id not in control.spilled:
+        return base
+    disk = control.uuids[disk_id]
+    name = f"spill-{disk.hex()}.map"
+    try:
+        ranges = open(os.path.join(directory, name), "rb").read()
+        spill = open(os.path.join(directory, name[:-4]), "rb").read()
+    except FileNotFoundError:
+        raise Damaged(f"{name}: it or its file is missing")
+    if len(ranges) < 64 or not sealed(ranges, b"WALVSPIL") or ranges[16:48] != control.log + disk:
+        raise Damaged(f"{name}: damaged")
+    check_version(ranges, name, (1,))
+    (count,) = struct.unpack_from("<Q", ranges, 48)
+    for i in range(count):
+        sector, sectors = struct.unpack_from("<QQ", ranges, 56 + 16 * i)
+        part = slice(512 * sector, 512 * (sector + sectors))
+        base[part] = spill[part].ljust(512 * sectors, b"\0")
+    return base
+
+
 def as_of(directory, name, disk_id, image, out):
     """Writes a disk as of a snapshot."""
     control = Control(os.path.join(directory, "control"))
     lsn, saved = next((lsn, saved) for named, lsn, saved, only in control.snapshots if named == name and only in (0, disk_id))
     if lsn < control.since.get(disk_id, 0):
         raise Damaged(f"{name} is of another image of disk {disk_id}")
-    disk = bytearray(open(image, "rb").read())
+    disk = base_of(directory, disk_id, image, control)
     if saved:
         behind = {of: count for _, of, count, _ in control.snapshots if of >= lsn and count}
         # The oldest files count, so they are the last to be applied.

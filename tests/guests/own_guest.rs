@@ -52,13 +52,8 @@ fn root_image(dir: &Path) {
     );
 }
 
-/// Starts the program with these words after `boot`, and a pipe for what is typed.
-fn boot(dir: &Path, words: &[&str]) -> (Process, ChildStdout) {
-    boot_on(dir, words, Stdio::piped())
-}
-
-/// The same, with this input.
-fn boot_on(dir: &Path, words: &[&str], input: impl Into<Stdio>) -> (Process, ChildStdout) {
+/// Starts the program with these words after `boot`, and this input.
+fn boot(dir: &Path, words: &[&str], input: impl Into<Stdio>) -> (Process, ChildStdout) {
     // It takes the walvisor that is beside it.
     let _ = binary();
     let mut command = Command::new(program("walvisor-guest-images", "dev").unwrap());
@@ -75,16 +70,43 @@ fn boot_on(dir: &Path, words: &[&str], input: impl Into<Stdio>) -> (Process, Chi
     (child, output)
 }
 
-/// Reads until `words` come, which may be a part of a line, and returns all that has come.
-#[track_caller]
-fn read_until(output: &mut ChildStdout, words: &str) -> String {
+/// Boots a guest until it says `words`. An emulated machine may crash while it starts (about one in
+/// thirty does); then it is started again, which is shown.
+fn boot_until(
+    dir: &Path,
+    words: &[&str],
+    input: impl Fn() -> Stdio,
+    said: &str,
+) -> (Process, ChildStdout, String) {
+    for _ in 0..3 {
+        let (child, mut output) = boot(dir, words, input());
+        match try_read_until(&mut output, said) {
+            Ok(seen) => return (child, output, seen),
+            Err(seen) => println!("started again; the guest ended before {said:?}: {seen}"),
+        }
+    }
+    panic!("{said:?} never came in three boots");
+}
+
+/// Reads until `words` come, which may be a part of a line, and returns all that has come; `Err`:
+/// it was all, and they have not come.
+fn try_read_until(output: &mut ChildStdout, words: &str) -> Result<String, String> {
     let (mut seen, mut bytes) = (String::new(), [0; 4096]);
     while !seen.contains(words) {
         let count = output.read(&mut bytes).unwrap();
-        assert!(count > 0, "{words:?} never came: {seen}");
+        if count == 0 {
+            return Err(seen);
+        }
         seen += &String::from_utf8_lossy(&bytes[..count]);
     }
-    seen
+    Ok(seen)
+}
+
+/// As [`try_read_until`], where the words must come.
+#[track_caller]
+fn read_until(output: &mut ChildStdout, words: &str) -> String {
+    let read = try_read_until(output, words);
+    read.unwrap_or_else(|seen| panic!("{words:?} never came: {seen}"))
 }
 
 #[test]
@@ -98,9 +120,8 @@ fn a_root_image_boots_and_keeps_what_is_written() {
     let dir = tempfile::tempdir().unwrap();
     let dir = dir.path();
     root_image(dir);
-    let (mut child, mut output) = boot(dir, &["disk.img"]);
+    let (mut child, mut output, _) = boot_until(dir, &["disk.img"], Stdio::piped, "name? ");
     let mut input = child.stdin.take().unwrap();
-    read_until(&mut output, "name? ");
     input.write_all(b"Ada\n").unwrap();
     std::io::copy(&mut output, &mut std::io::stdout()).unwrap();
     assert_eq!(child.wait().unwrap().code(), Some(0));
@@ -110,8 +131,9 @@ fn a_root_image_boots_and_keeps_what_is_written() {
 
     // Without an init there is a shell. SIGTERM to the program ends the guest, and leaves no
     // process and no lock.
-    let (mut child, mut output) = boot(dir, &["disk.img", "--append", "init=/none"]);
-    read_until(&mut output, "has no /none: a shell in its place");
+    let words = ["disk.img", "--append", "init=/none"];
+    let shell = "has no /none: a shell in its place";
+    let (mut child, mut output, _) = boot_until(dir, &words, Stdio::piped, shell);
     kill_process(Pid::from_child(&child), Signal::TERM).unwrap();
     // The pipe ends with the last process that has it.
     std::io::copy(&mut output, &mut std::io::stdout()).unwrap();
@@ -162,9 +184,8 @@ fn a_root_image_boots_with_a_second_disk_and_a_network() {
         "--append",
         &port,
     ];
-    let (mut child, mut output) = boot(dir, &words);
+    let (mut child, mut output, said) = boot_until(dir, &words, Stdio::piped, "/dev/vdb");
     let mut input = child.stdin.take().unwrap();
-    let said = read_until(&mut output, "/dev/vdb");
     let fetched = "fetched: a page of the host, disks: /dev/vda";
     assert!(said.contains(fetched), "{said}");
     input.write_all(b"Ada\n").unwrap();
@@ -191,8 +212,7 @@ fn a_guest_ends_with_a_line_when_its_disks_daemon_is_killed() {
     let dir = tempfile::tempdir().unwrap();
     let dir = dir.path();
     root_image(dir);
-    let (mut child, mut output) = boot(dir, &["disk.img"]);
-    read_until(&mut output, "name? ");
+    let (mut child, mut output, _) = boot_until(dir, &["disk.img"], Stdio::piped, "name? ");
     let daemon = child_of(&child, "walvisor");
     kill_process(daemon, Signal::KILL).unwrap();
     std::io::copy(&mut output, &mut std::io::stdout()).unwrap();
@@ -242,8 +262,8 @@ fn ctrl_a_x_ends_a_guest_whatever_has_stopped_or_died() {
     for stopped in ["nothing", "machine", "daemon", "both"] {
         let (mut person, program) = terminal();
         let before = tcgetattr(&program).unwrap().local_modes;
-        let (mut child, mut output) = boot_on(dir, &["disk.img"], program.try_clone().unwrap());
-        read_until(&mut output, "name? ");
+        let terminal = || program.try_clone().unwrap().into();
+        let (mut child, mut output, _) = boot_until(dir, &["disk.img"], terminal, "name? ");
         assert_ne!(tcgetattr(&program).unwrap().local_modes, before);
         if stopped == "machine" {
             // One that is killed comes back.
@@ -330,10 +350,10 @@ fn a_first_guest_installs_a_package_over_its_network() {
         .nth(1);
     let port: u16 = port.unwrap().parse().unwrap();
 
-    let (mut child, mut output) = boot(dir, &["disk.img", "--net", "passt,host=on"]);
+    let words = ["disk.img", "--net", "passt,host=on"];
+    let (mut child, mut output, _) = boot_until(dir, &words, Stdio::piped, "login: ");
     let mut input = child.stdin.take().unwrap();
     let mut type_it = |words: &str| writeln!(input, "{words}").unwrap();
-    read_until(&mut output, "login: ");
     type_it("root");
     read_until(&mut output, "# ");
     let typed = "dhclient ";
