@@ -11,9 +11,10 @@ use serde_json::Value;
 use walvisor_storage::{StoreOptions, create_disk, move_to_log};
 use walvisor_testkit::nbd::{FLUSH, READ, SimpleClient, WRITE};
 use walvisor_testkit::{MemoryFs, wait_until};
+use walvisor_tests::have;
 
 use super::slow_holes::{mount, mount_filtered};
-use super::{Daemon, MIB, noise, text, walvisor};
+use super::{Daemon, MIB, foreign, noise, text, walvisor};
 
 const LENGTH: u64 = MIB / 16;
 
@@ -51,6 +52,29 @@ fn condition(dir: &Path, name: &str) -> Value {
     let mut disks = stats["disks"].as_array().unwrap().iter();
     let disk = disks.find(|disk| disk["name"] == name).unwrap();
     disk["condition"].clone()
+}
+
+/// The reader that was written from the format's page finds the spill file, too.
+fn both_readers_agree(dir: &Path, image: &Path, disk_id: u32) {
+    if !have("python3", "python3") {
+        return;
+    }
+    let image = image.display();
+    let restored = format!("disk restore {image} --log log --at snapshot:kept -o first");
+    let restored = walvisor(dir, &restored);
+    assert!(restored.status.success(), "{}", text(&restored.stderr));
+    let reader = concat!(
+        env!("CARGO_MANIFEST_DIR"),
+        "/../storage/tests/format_reader.py"
+    );
+    let read = foreign(dir, "python3")
+        .args([reader, "log", "kept", &disk_id.to_string()])
+        .args([&image.to_string(), "second"])
+        .output()
+        .unwrap();
+    assert!(read.status.success(), "{}", text(&read.stderr));
+    let [first, second] = ["first", "second"].map(|file| fs::read(dir.join(file)).unwrap());
+    assert!(first == second, "the readers differ");
 }
 
 #[test]
@@ -97,6 +121,10 @@ fn a_full_file_system_under_one_image_does_not_stop_the_other_disk() {
         assert!(failed.contains("No space left"), "{failed}");
         let removed = text(&walvisor(dir, "ctl ctl remove-disk sick").stderr);
         assert!(removed.contains("No space left"), "{removed}");
+        if round == 1 {
+            let kept = walvisor(dir, "ctl ctl snapshot kept");
+            assert!(kept.status.success(), "{}", text(&kept.stderr));
+        }
         drop((sick, well));
         match round {
             0 => daemon.kill(),
@@ -115,6 +143,7 @@ fn a_full_file_system_under_one_image_does_not_stop_the_other_disk() {
                 assert!(info.contains("a spill file beside the log has"), "{info}");
                 let well = text(&walvisor(dir, "disk check well.img --log log").stdout);
                 assert!(well.contains("clean"), "{well}");
+                both_readers_agree(dir, &image, 1);
             }
             _ => break,
         }
