@@ -17,8 +17,8 @@ use crate::layout::{self, Place};
 use crate::object::{self, BaseImage};
 use crate::remote::{AT_ONCE, Archive};
 
-/// Bytes of a chunk.
-pub(crate) const CHUNK_BYTES: u64 = if cfg!(test) { 64 << 10 } else { 4 << 20 };
+/// Bytes of a chunk of an image.
+pub const CHUNK_BYTES: u64 = if cfg!(test) { 64 << 10 } else { 4 << 20 };
 
 /// How far a copy of the base images has come, in bytes of the disks.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]

@@ -1,13 +1,13 @@
-//! Removing what no point needs that is kept.
+//! Removes everything that no kept point needs.
 //!
 //! ```text
 //!   images   a ······· b ········· c        d          kept: b leads to the oldest point,
 //!   log      ├────────┼┬─────────┬┴────────┴──▶ now          c and d are newer
 //!            └ removed ┘└ oldest point
 //! ```
-//! A copy of the images that is under way names chunks that no manifest names yet. Those it takes
-//! over are in the newest manifest, which stays until it is published; those it sends are younger
-//! than `grace`.
+//! A copy of the images that is under way needs chunks although its own manifest is not there yet.
+//! Those that it reuses are in the newest manifest, which stays until then; those that it sends are
+//! younger than `grace`.
 
 use std::collections::{BTreeSet, HashSet};
 use std::future::Future;
@@ -21,14 +21,14 @@ use walvisor_storage::Commit;
 
 use crate::error::{Error, Result};
 use crate::layout::{self, Place};
-use crate::line::{Catalog, Line, read_base, read_part};
+use crate::line::{Catalog, Line, read_part};
 use crate::object::{self, BaseHeader, Moment};
 use crate::remote::{Archive, Listed};
 use crate::uploader::{now_us, random};
 
 /// Microseconds of a day.
-const DAY_US: u64 = 24 * 3600 * 1_000_000;
-/// A lease that was not renewed for this long is of a restore that was killed.
+pub(crate) const DAY_US: u64 = 24 * 3600 * 1_000_000;
+/// If a lease was not renewed for this long, its restore was killed.
 const LEASE_US: u64 = DAY_US;
 /// How often a restore renews its lease.
 const RENEWAL: Duration = Duration::from_secs(3600);
@@ -80,8 +80,8 @@ pub(crate) struct Lease<'a> {
 }
 
 impl<'a> Lease<'a> {
-    /// Notes in the archive that these images and the log since are needed. Whoever may only read
-    /// the archive gets no lease, and nothing keeps what he needs.
+    /// Notes in the archive that these images and the log since are needed. `None`: the archive
+    /// can't be written, so they may expire meanwhile.
     pub(crate) async fn take(archive: &'a Archive, base: Place) -> Result<Option<Self>> {
         let text = serde_json::to_vec(&LeaseNote { base }).map_err(object::not_json)?;
         let lease = Self {
@@ -121,9 +121,9 @@ impl Drop for Lease<'_> {
     }
 }
 
-/// Removes what none of the points needs that are to be kept, whether or not a log is being pushed.
-/// The newest copy of the images and the log since stay in any case, and what a running restore
-/// needs. Ended too early, it is continued by another call.
+/// Removes everything that no kept point needs, whether or not a log is being pushed. The newest
+/// copy of the images and the log since stay in any case, and what a running restore needs. Ended
+/// too early, it is continued by another call.
 ///
 /// # Errors
 /// [`ErrorKind::NotFound`](crate::ErrorKind::NotFound) if there is no archive; if it can't be read,
@@ -140,22 +140,20 @@ pub(crate) async fn expire_at(
 ) -> Result<ExpireReport> {
     // The chunks first: what comes later belongs to a copy that is newer than this list.
     let chunks = archive.list(layout::CHUNKS).await?;
+    // Leases that have ended, parts and chunks.
     let (leased, mut gone) = leased(archive, now_us).await?;
     let catalog = Catalog::read(archive).await?;
-    let mut bases = Vec::new();
-    for &at in &catalog.bases {
-        bases.push(read_base(archive, at).await?.0);
-    }
-    let leases = gone.len();
+    let bases = catalog.read_bases(archive).await?;
     let needs = Needs::find(archive, &catalog, &bases, &leased, options, now_us).await?;
+    let (kept, expired): (Vec<_>, Vec<_>) = bases
+        .iter()
+        .partition(|base| needs.bases.contains(&base.at));
+    let manifests: Vec<_> = expired.iter().map(|base| layout::base(base.at)).collect();
     let mut report = ExpireReport {
         oldest: needs.oldest,
+        bases: manifests.len() as u64,
         ..ExpireReport::default()
     };
-    let expired = bases.iter().filter(|base| !needs.bases.contains(&base.at));
-    gone.extend(expired.map(|base| layout::base(base.at)));
-    report.bases = (gone.len() - leases) as u64;
-    let manifests = gone.len();
     for (at, bytes) in &catalog.listed_parts {
         // Of an epoch that was claimed meanwhile, nothing is known.
         if !needs.parts.contains(at) && catalog.claims.contains_key(&at.epoch) {
@@ -164,26 +162,19 @@ pub(crate) async fn expire_at(
             gone.push(layout::part(*at));
         }
     }
-    let kept = bases.iter().filter(|base| needs.bases.contains(&base.at));
-    let named: HashSet<&str> = kept.flat_map(BaseHeader::chunks).collect();
-    let young = now_us.saturating_sub(options.grace.as_micros() as u64);
-    for Listed {
-        name,
-        bytes,
-        modified_us,
-    } in &chunks
-    {
-        let hash = name.rsplit('/').next().unwrap_or_default();
-        if !named.contains(hash) && *modified_us <= young {
+    let named: HashSet<&str> = kept.into_iter().flat_map(BaseHeader::chunks).collect();
+    let sent_before = now_us.saturating_sub(options.grace.as_micros() as u64);
+    for chunk in chunks {
+        let hash = chunk.name.rsplit('/').next().unwrap_or_default();
+        if !named.contains(hash) && chunk.modified_us <= sent_before {
             report.chunks += 1;
-            report.bytes += bytes;
-            gone.push(name.clone());
+            report.bytes += chunk.bytes;
+            gone.push(chunk.name);
         }
     }
     if !options.dry_run {
         // Manifests first: one that is left has all that it names.
-        let (manifests, others) = gone.split_at(manifests);
-        for names in [manifests, others] {
+        for names in [manifests, gone] {
             let removals = names.iter().map(|name| archive.remove(name));
             archive.in_order(removals, |()| Ok(true)).await?;
         }
@@ -272,6 +263,10 @@ impl Needs {
         if self.oldest.is_none_or(|oldest| exact.lsn < oldest.lsn) {
             self.oldest = Some(exact);
         }
+        let known = |at: Place| self.parts.contains(&at);
+        if known(base.first_part) && line.end().is_some_and(known) {
+            return Ok(());
+        }
         // The root of the first part may be in one before.
         let (first, _) = read_part(archive, base.first_part).await?;
         let from = if line.has(first.root_at) {
@@ -279,10 +274,6 @@ impl Needs {
         } else {
             base.first_part
         };
-        let known = |at: Place| self.parts.contains(&at);
-        if known(from) && line.end().is_some_and(known) {
-            return Ok(());
-        }
         for at in line.from(from) {
             self.parts.insert(at);
             if alone && at >= base.exact_part {
@@ -297,8 +288,8 @@ impl Needs {
     }
 }
 
-/// The time of a moment in an object that was made at this time. Of what a log had in its images
-/// when it was first pushed no time is known.
+/// The time of a moment, or, if that is not known, when its object was made: a log does not say
+/// when what it had in its images was written.
 fn time_of(moment: Moment, made_us: u64) -> u64 {
     if moment.unix_us == 0 {
         made_us

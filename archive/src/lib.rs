@@ -25,11 +25,11 @@ mod tests;
 mod uploader;
 mod url;
 
-pub use base::BaseProgress;
+pub use base::{BaseProgress, CHUNK_BYTES};
 pub use error::{Error, ErrorKind, Result};
 pub use expire::{ExpireOptions, ExpireReport, expire};
 pub use remote::{Archive, Traffic};
 pub use restore::{RestoreReport, RestoredDisk, restore, verify};
 pub use survey::{ArchiveBase, ArchiveEnd, Survey, survey};
-pub use uploader::{Tick, UploadOptions, Uploader};
+pub use uploader::{BUSY_CHECK, IDLE_CHECK, Tick, UploadOptions, Uploader};
 pub use url::ArchiveUrl;

@@ -108,22 +108,16 @@ impl Catalog {
         }
         for (&epoch, runs) in &mut parts {
             // Here, too, the list may lack some.
-            let listed = std::mem::take(runs);
-            for (first, mut last) in listed {
-                if let Some((_, before)) = runs.last_mut()
-                    && *before + 1 >= first
-                {
-                    *before = last.max(*before);
-                    last = *before;
-                } else {
-                    runs.push((first, last));
-                }
+            let mut listed = std::mem::take(runs).into_iter().peekable();
+            while let Some((first, mut last)) = listed.next() {
                 let name = |number| layout::part(Place { epoch, number });
-                while archive.has(&name(last + 1)).await? {
+                let next = listed.peek().map_or(u64::MAX, |next| next.0);
+                while last + 1 < next && archive.has(&name(last + 1)).await? {
                     last += 1;
                 }
-                if let Some(run) = runs.last_mut() {
-                    run.1 = last;
+                match runs.last_mut() {
+                    Some((_, before)) if *before + 1 == first => *before = last,
+                    _ => runs.push((first, last)),
                 }
             }
         }
@@ -140,6 +134,27 @@ impl Catalog {
     /// The newest epoch.
     pub(crate) fn newest(&self) -> Option<&Claim> {
         self.claims.values().next_back()
+    }
+
+    /// The manifests of base images, in the order of their places.
+    pub(crate) async fn read_bases(&self, archive: &Archive) -> Result<Vec<BaseHeader>> {
+        let mut bases = Vec::new();
+        for &at in &self.bases {
+            bases.push(read_base(archive, at).await?.0);
+        }
+        Ok(bases)
+    }
+
+    /// The line of the newest epoch, and those before it that it would continue if no part were
+    /// missing, newest first. If they have no part yet, the newest line.
+    pub(crate) fn newest_lines(&self) -> Vec<Line> {
+        let newest = self.newest().map_or(0, |newest| newest.epoch);
+        let mut lines = self.lines_to(newest, &mut Vec::new());
+        if lines.is_empty() {
+            lines = self.lines();
+            lines.truncate(1);
+        }
+        lines
     }
 
     /// The lines, newest first.
@@ -161,7 +176,7 @@ impl Catalog {
 
     /// The line that ends with this epoch, and those before it that it would continue if no part
     /// were missing, newest first. `done` gets all their epochs.
-    pub(crate) fn lines_to(&self, epoch: u64, done: &mut Vec<u64>) -> Vec<Line> {
+    fn lines_to(&self, epoch: u64, done: &mut Vec<u64>) -> Vec<Line> {
         let (mut lines, mut line) = (Vec::new(), Vec::new());
         let (mut at, mut most) = (Some(epoch), u64::MAX);
         // The part that the line follows.

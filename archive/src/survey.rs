@@ -3,7 +3,7 @@
 use walvisor_storage::Commit;
 
 use crate::error::Result;
-use crate::line::{Catalog, read_base, read_part};
+use crate::line::{Catalog, read_part};
 use crate::remote::Archive;
 use crate::uploader::now_us;
 
@@ -52,10 +52,7 @@ pub struct ArchiveBase {
 pub fn survey(archive: &Archive) -> Result<Survey> {
     archive.block_on(async {
         let catalog = Catalog::read(archive).await?;
-        let mut bases = Vec::new();
-        for &at in &catalog.bases {
-            bases.push(read_base(archive, at).await?.0);
-        }
+        let bases = catalog.read_bases(archive).await?;
         let mut spans = Vec::new();
         for line in catalog.lines() {
             let Some(end) = line.end() else { continue };

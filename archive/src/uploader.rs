@@ -18,16 +18,16 @@ use crate::base::{BaseCopy, BaseProgress, refuse_spilled};
 use crate::epoch::{self, Claim};
 use crate::error::{Error, ErrorKind, Result};
 use crate::layout::{self, Place};
-use crate::line::{Catalog, Line, read_base, read_part, read_root};
+use crate::line::{Catalog, Line, read_part, read_root};
 use crate::object::{self, BaseHeader, PartHeader, PartPiece};
 use crate::remote::{Archive, CreateOutcome};
 
 /// Most bytes of log in a part, or one batch more.
 const PART_BYTES: usize = if cfg!(test) { 256 << 10 } else { 8 << 20 };
 /// How often a writer that has nothing to send checks that nobody else has the archive.
-const IDLE_CHECK: Duration = Duration::from_secs(60);
-/// How often one checks that sends parts.
-const BUSY_CHECK: Duration = Duration::from_secs(if cfg!(test) { 0 } else { 1 });
+pub const IDLE_CHECK: Duration = Duration::from_secs(60);
+/// How often one checks that sends parts, at most.
+pub const BUSY_CHECK: Duration = Duration::from_secs(if cfg!(test) { 0 } else { 1 });
 
 /// How often the log's root may tell of records that are not there before they count as damaged.
 const MOST_MISSING: u32 = 10;
@@ -695,26 +695,11 @@ impl End {
         catalog: &Catalog,
         chunks: &mut HashSet<String>,
     ) -> Result<Option<Self>> {
-        let newest = catalog.newest().map_or(0, |newest| newest.epoch);
-        let mut lines = catalog.lines_to(newest, &mut Vec::new());
-        lines.extend(
-            catalog
-                .lines()
-                .into_iter()
-                .take(usize::from(lines.is_empty())),
-        );
-        let mut bases = Vec::new();
-        for &at in &catalog.bases {
-            bases.push(read_base(archive, at).await?.0);
-        }
-        chunks.extend(
-            bases
-                .last()
-                .into_iter()
-                .flat_map(|base| base.chunks())
-                .map(str::to_owned),
-        );
+        let bases = catalog.read_bases(archive).await?;
+        let newest = bases.last().into_iter();
+        chunks.extend(newest.flat_map(BaseHeader::chunks).map(str::to_owned));
         let base_of = |line: &&Line| bases.iter().rev().find(|base| line.leads(base));
+        let lines = catalog.newest_lines();
         // Behind parts that the store has lost there are no images.
         let line = lines.iter().find(|line| base_of(line).is_some());
         let Some(line) = line.or(lines.last()) else {

@@ -23,7 +23,7 @@ use walvisor_testkit::vhost_user_client::VhostUserClient;
 use crate::bench::{Bench, Side, Turn, settings};
 use crate::daemon::Daemon;
 use crate::output::Output;
-use crate::place::{Place, make_disks};
+use crate::place::{LOGGED, Place, make_disks};
 use crate::programs::missing;
 use crate::serve::serve;
 
@@ -70,7 +70,13 @@ pub fn run(arguments: &NeighboursArguments) -> Result<(), CommandError> {
     }
     let session = bench.start()?;
     let place = Place::new(&output.dir)?;
-    make_disks(place.images(), 2, DISK_BYTES, &StoreOptions::default())?;
+    make_disks(
+        place.images(),
+        2,
+        DISK_BYTES,
+        LOGGED,
+        &StoreOptions::default(),
+    )?;
     let run = bench.matrices[0].measure(&session, |side| {
         let mut disks = Disks::start(&place, side)?;
         let named = |(door, attack): &(&str, &Attack)| {

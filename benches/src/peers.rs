@@ -26,7 +26,7 @@ use crate::daemon::{Daemon, HaltGuard};
 use crate::guests::{self, write_script};
 use crate::load::vhost_user::drive;
 use crate::output::Output;
-use crate::place::{Place, make_disk, make_disks};
+use crate::place::{LOGGED, Place, make_disk, make_disks};
 use crate::programs::{missing, walvisor};
 use crate::serve::serve;
 use crate::session::Session;
@@ -197,7 +197,13 @@ fn socket(place: &Place, side: &Side, disk: usize) -> PathBuf {
 /// Over vhost-user, with a virtio driver in this process as client, which serves all disks in one
 /// thread.
 fn vhost_user(place: &Place, matrix: &mut Matrix, session: &Session) -> Result<(), CommandError> {
-    make_disks(place.images(), DISKS, DISK_BYTES, &StoreOptions::default())?;
+    make_disks(
+        place.images(),
+        DISKS,
+        DISK_BYTES,
+        LOGGED,
+        &StoreOptions::default(),
+    )?;
     let rate = |side: &Side, turn: Duration| {
         let failed =
             |error| CommandError::Failed(format!("vhost-user: {}: {error}", side.text("title")));
@@ -217,7 +223,7 @@ fn vhost_user(place: &Place, matrix: &mut Matrix, session: &Session) -> Result<(
 /// Over NBD, with fio as client. Each queue is a connection.
 fn nbd(place: &Place, matrix: &mut Matrix, session: &Session) -> Result<(), CommandError> {
     let (images, options) = (place.images(), StoreOptions::default());
-    make_disks(images, 1, DISK_BYTES, &options)?;
+    make_disks(images, 1, DISK_BYTES, LOGGED, &options)?;
     make_disk(
         images,
         "raw-0.img",
@@ -273,7 +279,13 @@ fn job(side: &Side) -> (&str, u8) {
 /// and without the host's page cache.
 fn qemu(place: &Place, matrix: &mut Matrix, session: &Session) -> Result<(), CommandError> {
     matrix.sides_mut().for_each(|side| side.emulated = true);
-    make_disks(place.images(), 1, DISK_BYTES, &StoreOptions::default())?;
+    make_disks(
+        place.images(),
+        1,
+        DISK_BYTES,
+        LOGGED,
+        &StoreOptions::default(),
+    )?;
     let (ours, sockets) = (&matrix.rows[0].sides[0], [place.sockets().join("guest")]);
     let _daemons = serve(
         ours,

@@ -68,8 +68,8 @@ impl Place {
     }
 }
 
-/// Creates `disks` raw images `raw-N.img` in `images`, and with their content the disks `wal-N.img`
-/// on one log in `log`, unless they exist. All their blocks hold data.
+/// Creates `disks` raw images `raw-N.img` in `images`, and with their content the disks
+/// `SIDE-N.img` on one log in `log`, unless they exist. All their blocks hold data.
 ///
 /// # Errors
 /// If one can't be made.
@@ -77,16 +77,20 @@ pub fn make_disks(
     images: &Path,
     disks: usize,
     bytes: u64,
+    (side, log): (&str, &str),
     options: &StoreOptions,
 ) -> Result<(), CommandError> {
     for disk in 0..disks {
-        let (raw, image) = (format!("raw-{disk}.img"), format!("wal-{disk}.img"));
+        let (raw, image) = (format!("raw-{disk}.img"), format!("{side}-{disk}.img"));
         if !images.join(&image).exists() {
-            make_disk(images, &raw, bytes, (&image, "log"), options)?;
+            make_disk(images, &raw, bytes, (&image, log), options)?;
         }
     }
     Ok(())
 }
+
+/// The disks of most comparisons, and their log.
+pub const LOGGED: (&str, &str) = ("wal", "log");
 
 /// Creates the raw image `raw` in `images` unless it exists, and with its content the disk `image`
 /// on the log `log`.

@@ -165,6 +165,18 @@ pub fn images() -> GuestImages {
     GuestImages::ensure(&cache, &Reporter::quiet(None)).expect("the guest's images")
 }
 
+/// The reader of logs that was written from the format's page. It takes a log, or a log, a snapshot,
+/// a disk's number, its image, and where to write the disk as of the snapshot.
+#[must_use]
+pub fn second_reader() -> Command {
+    let mut command = Command::new("python3");
+    command.arg(concat!(
+        env!("CARGO_MANIFEST_DIR"),
+        "/../storage/tests/format_reader.py"
+    ));
+    command
+}
+
 /// As [`images`], with Debian's newer kernel, 6.12.
 ///
 /// # Panics

@@ -12,7 +12,7 @@ use walvisor_storage::{
 use walvisor_testkit::{Random, queue};
 
 use super::faulty::FaultyStore;
-use super::{Bench, SECTORS, archive_in, bytes_of, mark, settle};
+use super::{Bench, SECTORS, archive_in, bytes_of, mark, often, settle};
 use crate::error::ErrorKind;
 use crate::expire::{ExpireOptions, expire_at};
 use crate::remote::Archive;
@@ -186,10 +186,6 @@ fn run(seed: u64) -> u64 {
         base_every: None,
         ..UploadOptions::default()
     };
-    let often = UploadOptions {
-        base_every: Some(Duration::ZERO),
-        ..options.clone()
-    };
     let log = bench.log();
     let mut history = History {
         random,
@@ -215,11 +211,11 @@ fn run(seed: u64) -> u64 {
             _ => match &mut up {
                 None => {
                     let options = if history.random.one_in(2) {
-                        &options
+                        options.clone()
                     } else {
-                        &often
+                        often()
                     };
-                    up = Uploader::new(&archive, &log, options.clone()).ok();
+                    up = Uploader::new(&archive, &log, options).ok();
                 }
                 Some(working) => match working.tick() {
                     Err(error) if error.kind() != ErrorKind::Unavailable => up = None,

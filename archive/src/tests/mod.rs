@@ -16,7 +16,7 @@ use walvisor_storage::{
 use walvisor_testkit::queue;
 
 use crate::error::{ErrorKind, Result};
-use crate::expire::{ExpireOptions, ExpireReport, Lease, expire_at};
+use crate::expire::{DAY_US, ExpireOptions, ExpireReport, Lease, expire_at};
 use crate::layout::{self, Place};
 use crate::line::read_base;
 use crate::object;
@@ -759,31 +759,48 @@ fn an_idle_log_sends_nothing() {
     store.close().unwrap();
 }
 
-/// Keeps what is of this time or newer.
-fn expire_before(archive: &Archive, unix_us: u64, keep_daily: u32) -> ExpireReport {
-    let options = ExpireOptions {
-        keep: Duration::ZERO,
-        keep_daily,
-        grace: Duration::ZERO,
-        dry_run: true,
-    };
-    let planned = archive.block_on(expire_at(archive, &options, unix_us));
-    let options = ExpireOptions {
-        dry_run: false,
-        ..options
-    };
-    let done = archive.block_on(expire_at(archive, &options, unix_us));
-    assert_eq!(done.as_ref().unwrap(), &planned.unwrap());
-    done.unwrap()
+/// No grace: nothing is being copied.
+const AT_ONCE: Duration = Duration::ZERO;
+const AN_HOUR: Duration = Duration::from_secs(3600);
+
+/// Keeps what is of this time or newer. What would be removed is what is.
+fn expire_before(
+    archive: &Archive,
+    unix_us: u64,
+    keep_daily: u32,
+    grace: Duration,
+) -> ExpireReport {
+    let [planned, done] = [true, false].map(|dry_run| {
+        let options = ExpireOptions {
+            keep: Duration::ZERO,
+            keep_daily,
+            grace,
+            dry_run,
+        };
+        let report = archive.block_on(expire_at(archive, &options, unix_us));
+        report.unwrap()
+    });
+    assert_eq!(done, planned);
+    done
 }
+
+/// The images are copied again and again.
+fn often() -> UploadOptions {
+    UploadOptions {
+        base_every: Some(Duration::ZERO),
+        ..UploadOptions::default()
+    }
+}
+
+/// The first copy of the images.
+const FIRST: Place = Place {
+    epoch: 1,
+    number: 1,
+};
 
 /// A log whose images were copied four times, with records in between, and the commits after which
 /// they were.
 fn copied_four_times(bench: &Bench, archive: &Archive, disk: &Disk) -> Vec<(Commit, u8)> {
-    let often = UploadOptions {
-        base_every: Some(Duration::ZERO),
-        ..UploadOptions::default()
-    };
     let mut commits = Vec::new();
     for round in 1..=4u8 {
         // No chunk like another, and one that stays.
@@ -792,7 +809,7 @@ fn copied_four_times(bench: &Bench, archive: &Archive, disk: &Disk) -> Vec<(Comm
         (0..5).for_each(|_| write(disk, 0, round, 128));
         commits.push((mark(disk), round));
         disk.checkpoint().unwrap();
-        let mut up = Uploader::new(archive, &bench.log(), often.clone()).unwrap();
+        let mut up = Uploader::new(archive, &bench.log(), often()).unwrap();
         let bases = copies(archive);
         while copies(archive) == bases {
             up.tick().unwrap();
@@ -824,12 +841,12 @@ fn what_no_kept_point_needs_expires_and_the_log_goes_on() {
     let disk = &store.disks()[0];
     let commits = copied_four_times(&bench, &archive, disk);
     assert_eq!(reachable(&bench, &archive, &commits), [1, 2, 3, 4]);
-    let gone = expire_before(&archive, commits[2].0.unix_us, 0);
+    let gone = expire_before(&archive, commits[2].0.unix_us, 0, AT_ONCE);
     assert!(gone.bases > 0 && gone.parts > 0 && gone.chunks > 0 && gone.bytes > 0);
     assert!(gone.oldest.unwrap().lsn <= commits[2].0.lsn, "{gone:?}");
     assert_eq!(reachable(&bench, &archive, &commits), [3, 4]);
     // Nothing more is too old.
-    let again = expire_before(&archive, commits[2].0.unix_us, 0);
+    let again = expire_before(&archive, commits[2].0.unix_us, 0, AT_ONCE);
     assert_eq!((again.bases, again.parts, again.chunks), (0, 0, 0));
     // An uploader that comes later goes on where the last one ended.
     write(disk, 0, 5, 128);
@@ -840,7 +857,7 @@ fn what_no_kept_point_needs_expires_and_the_log_goes_on() {
     let bases = survey(&archive).unwrap().spans[0].bases.len();
     assert!(bases >= 2, "the images were not copied anew: {bases}");
     // The newest images and the log since stay, however old they are.
-    let gone = expire_before(&archive, u64::MAX / 2, 0);
+    let gone = expire_before(&archive, u64::MAX / 2, 0, AT_ONCE);
     assert_eq!(gone.bases, bases as u64 - 1);
     assert_eq!(reachable(&bench, &archive, &[commits[3], newest]), [4, 5]);
     store.close().unwrap();
@@ -853,24 +870,23 @@ fn one_point_of_each_day_stays() {
     let commits = copied_four_times(&bench, &archive, disk);
     let newest = commits[3].0.unix_us;
     // The first two copies were made two days ago.
-    let day = 24 * 3600 * 1_000_000;
     let names = archive.block_on(archive.list(layout::BASES)).unwrap();
     assert_eq!(names.len(), 4);
     for listed in &names[..2] {
         let bytes = archive.block_on(archive.need(&listed.name)).unwrap();
         let (mut header, root) = object::open::<object::BaseHeader>(&listed.name, &bytes).unwrap();
-        header.made_us -= 2 * day;
+        header.made_us -= 2 * DAY_US;
         let sealed = object::seal(&header, &root).unwrap();
         archive
             .block_on(archive.put(&listed.name, &sealed.into()))
             .unwrap();
     }
-    let gone = expire_before(&archive, newest, 3);
+    let gone = expire_before(&archive, newest, 3, AT_ONCE);
     assert_eq!(gone.bases, 2, "the last copy of each day stays");
     assert_eq!(reachable(&bench, &archive, &commits), [2, 4]);
     assert_eq!(survey(&archive).unwrap().spans.len(), 2);
     // Two days later it is too old.
-    expire_before(&archive, newest + 2 * day, 3);
+    expire_before(&archive, newest + 2 * DAY_US, 3, AT_ONCE);
     assert_eq!(reachable(&bench, &archive, &commits), [4]);
     store.close().unwrap();
 }
@@ -881,20 +897,16 @@ fn what_a_running_restore_needs_stays() {
     let disk = &store.disks()[0];
     let commits = copied_four_times(&bench, &archive, disk);
     let first = archive.block_on(archive.list(layout::BASES)).unwrap();
-    let place = Place {
-        epoch: 1,
-        number: 1,
-    };
-    assert_eq!(first[0].name, layout::base(place));
-    assert!(archive.block_on(read_base(&archive, place)).is_ok());
-    let lease = archive.block_on(Lease::take(&archive, place)).unwrap();
+    assert_eq!(first[0].name, layout::base(FIRST));
+    assert!(archive.block_on(read_base(&archive, FIRST)).is_ok());
+    let lease = archive.block_on(Lease::take(&archive, FIRST)).unwrap();
     assert!(lease.is_some());
     let newest = commits[3].0.unix_us;
-    let gone = expire_before(&archive, newest, 0);
+    let gone = expire_before(&archive, newest, 0, AT_ONCE);
     assert_eq!((gone.bases, gone.parts), (2, 0), "{gone:?}");
     assert_eq!(reachable(&bench, &archive, &commits), [1, 2, 3, 4]);
     drop(lease);
-    let gone = expire_before(&archive, newest, 0);
+    let gone = expire_before(&archive, newest, 0, AT_ONCE);
     assert!(gone.parts > 0 && gone.chunks > 0, "{gone:?}");
     assert_eq!(reachable(&bench, &archive, &commits), [4]);
     let left = archive.block_on(archive.list(layout::LEASES)).unwrap();
@@ -919,18 +931,11 @@ fn the_last_way_back_stays_until_there_is_another() {
     let newest = (mark(disk), 5);
     let tick = up.tick().unwrap();
     assert!(!tick.restorable && up.epoch() > 4);
-    let options = ExpireOptions {
-        keep: Duration::ZERO,
-        keep_daily: 0,
-        grace: Duration::from_secs(3600),
-        dry_run: false,
-    };
-    let expired = expire_at(&archive, &options, newest.0.unix_us);
-    assert!(archive.block_on(expired).unwrap().bases > 0);
+    assert!(expire_before(&archive, newest.0.unix_us, 0, AN_HOUR).bases > 0);
     assert_eq!(reachable(&bench, &archive, &commits), [4]);
     settle(&mut up);
     assert_eq!(reachable(&bench, &archive, &[newest]), [5]);
-    let gone = expire_before(&archive, u64::MAX / 2, 0);
+    let gone = expire_before(&archive, u64::MAX / 2, 0, AT_ONCE);
     assert!(gone.bases > 0, "{gone:?}");
     assert!(reachable(&bench, &archive, &commits).is_empty());
     assert_eq!(reachable(&bench, &archive, &[newest]), [5]);
@@ -943,14 +948,9 @@ fn a_lease_that_nobody_renews_ends() {
     let (bench, archive, store) = Bench::in_use(Retention::Nothing);
     let disk = &store.disks()[0];
     let commits = copied_four_times(&bench, &archive, disk);
-    let place = Place {
-        epoch: 1,
-        number: 1,
-    };
-    let lease = archive.block_on(Lease::take(&archive, place)).unwrap();
+    let lease = archive.block_on(Lease::take(&archive, FIRST)).unwrap();
     std::mem::forget(lease);
-    let day = 24 * 3600 * 1_000_000;
-    expire_before(&archive, commits[3].0.unix_us + 2 * day, 0);
+    expire_before(&archive, commits[3].0.unix_us + 2 * DAY_US, 0, AT_ONCE);
     assert_eq!(reachable(&bench, &archive, &commits), [4]);
     let left = archive.block_on(archive.list(layout::LEASES)).unwrap();
     assert!(left.is_empty(), "{left:?}");
@@ -963,26 +963,14 @@ fn chunks_of_a_copy_that_is_under_way_stay() {
     let (bench, archive, store) = Bench::in_use(Retention::Nothing);
     let disk = &store.disks()[0];
     let commits = copied_four_times(&bench, &archive, disk);
-    let often = UploadOptions {
-        base_every: Some(Duration::ZERO),
-        ..UploadOptions::default()
-    };
     write(disk, 0, 5, 128);
     let newest = (mark(disk), 5);
     disk.checkpoint().unwrap();
-    let mut up = Uploader::new(&archive, &bench.log(), often).unwrap();
+    let mut up = Uploader::new(&archive, &bench.log(), often()).unwrap();
     while up.tick().unwrap().base.is_none_or(|base| base.sent == 0) {}
-    let options = ExpireOptions {
-        keep: Duration::ZERO,
-        keep_daily: 0,
-        grace: Duration::from_secs(3600),
-        dry_run: false,
-    };
     let bases = copies(&archive);
     let now = commits[3].0.unix_us;
-    let gone = archive
-        .block_on(expire_at(&archive, &options, now))
-        .unwrap();
+    let gone = expire_before(&archive, now, 0, AN_HOUR);
     assert!(gone.bases > 0 && gone.chunks == 0, "{gone:?}");
     let left = bases - gone.bases as usize;
     while copies(&archive) == left {

@@ -8,7 +8,7 @@ use walvisor::commands::CommandError;
 use walvisor_storage::StoreOptions;
 
 use super::capped::Volume;
-use crate::place::{Place, failed, make_disk, make_disks};
+use crate::place::{LOGGED, Place, failed, make_disks};
 
 /// Bytes and operations that reached a device.
 #[derive(Clone, Copy, Debug, Default)]
@@ -115,13 +115,10 @@ impl MountedMedium {
             }
             self.disks = disks;
         }
-        make_disks(&images, disks, self.disk_bytes(), &self.options)?;
-        for disk in (0..disks).filter(|_| kept) {
-            let image = format!("kept-{disk}.img");
-            if !images.join(&image).exists() {
-                let (raw, image) = (format!("raw-{disk}.img"), (&*image, "kept-log"));
-                make_disk(&images, &raw, self.disk_bytes(), image, &self.options)?;
-            }
+        let make = |side| make_disks(&images, disks, self.disk_bytes(), side, &self.options);
+        make(LOGGED)?;
+        if kept {
+            make(("kept", "kept-log"))?;
         }
         Ok(())
     }

@@ -98,7 +98,7 @@ enum ArchiveAction {
         #[arg(long)]
         json: bool,
     },
-    /// Remove what none of the points needs that are to be kept. A push may go on meanwhile.
+    /// Remove everything that no kept point needs. A push may go on meanwhile.
     Expire {
         /// The archive.
         url: String,
@@ -125,8 +125,8 @@ struct KeptPoints {
     /// log since stay in any case.
     #[arg(long, value_name = "TIME", value_parser = time)]
     keep: Duration,
-    /// Also keep an older point of each of the last N days (UTC): that of the day's last copy of the
-    /// images.
+    /// Also keep an older point of each of the last N days (UTC): that of the day's last copy of
+    /// the images.
     #[arg(long, value_name = "N", default_value_t = 0)]
     keep_daily: u32,
     /// Keep chunks that nothing needs for this time after they were sent: longer than a copy of

@@ -8,27 +8,19 @@ use std::process::{Command, Stdio};
 use serde_json::Value;
 use walvisor_storage::{DiskOptions, Operation, Port, Retention, Store, StoreOptions, create_disk};
 use walvisor_testkit::{Random, wait_until};
-use walvisor_tests::have_python;
+use walvisor_tests::{have_python, second_reader};
 
 use crate::{
     MIB, SMALL, WALVISOR, crash, done, end, json, names, objects, refused, unclosed, walvisor,
     write,
 };
 
-const READER: &str = concat!(
-    env!("CARGO_MANIFEST_DIR"),
-    "/../storage/tests/format_reader.py"
-);
 /// How many bits the test flips in a log that both readers then read.
 const FLIPS: u64 = 12;
 
 /// The records that the second reader finds in a log; `None` if it reports damage.
-fn second_reader(log: &Path) -> Option<Vec<Value>> {
-    let output = Command::new("python3")
-        .arg(READER)
-        .arg(log)
-        .output()
-        .unwrap();
+fn second_records(log: &Path) -> Option<Vec<Value>> {
+    let output = second_reader().arg(log).output().unwrap();
     let error = String::from_utf8_lossy(&output.stderr);
     if !output.status.success() {
         assert!(error.starts_with("damaged: "), "{error}");
@@ -40,7 +32,7 @@ fn second_reader(log: &Path) -> Option<Vec<Value>> {
 /// Asserts that both readers find the same records, and returns them.
 #[track_caller]
 fn both_read(dir: &Path, log: &str) -> Option<Vec<Value>> {
-    let second = second_reader(&dir.join(log));
+    let second = second_records(&dir.join(log));
     let output = walvisor(dir, &format!("log dump {log} --records --json"));
     match &second {
         Some(records) => {
@@ -567,8 +559,7 @@ fn both_readers_see_the_same_disks_as_of_a_snapshot() {
     let bytes = |i: usize| snapshots[i]["saved_bytes"].as_u64().unwrap();
     assert!(bytes(0) > 0 && bytes(1) > 0 && bytes(2) == 0, "{snapshots}");
     let second = |name: &str, disk: usize| {
-        let output = Command::new("python3")
-            .arg(READER)
+        let output = second_reader()
             .args(["log", name, &format!("{}", disk + 1)])
             .args([["a.img", "b.img"][disk], "second"])
             .current_dir(dir.path())

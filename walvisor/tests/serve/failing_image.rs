@@ -11,10 +11,10 @@ use serde_json::Value;
 use walvisor_storage::{StoreOptions, create_disk, move_to_log};
 use walvisor_testkit::nbd::{FLUSH, READ, SimpleClient, WRITE};
 use walvisor_testkit::{MemoryFs, wait_until};
-use walvisor_tests::have;
+use walvisor_tests::{have_python, second_reader};
 
 use super::slow_holes::{mount, mount_filtered};
-use super::{Daemon, MIB, foreign, noise, text, walvisor};
+use super::{Daemon, MIB, noise, text, walvisor};
 
 const LENGTH: u64 = MIB / 16;
 
@@ -56,20 +56,17 @@ fn condition(dir: &Path, name: &str) -> Value {
 
 /// The reader that was written from the format's page finds the spill file, too.
 fn both_readers_agree(dir: &Path, image: &Path, disk_id: u32) {
-    if !have("python3", "python3") {
+    if !have_python() {
         return;
     }
     let image = image.display();
     let restored = format!("disk restore {image} --log log --at snapshot:kept -o first");
     let restored = walvisor(dir, &restored);
     assert!(restored.status.success(), "{}", text(&restored.stderr));
-    let reader = concat!(
-        env!("CARGO_MANIFEST_DIR"),
-        "/../storage/tests/format_reader.py"
-    );
-    let read = foreign(dir, "python3")
-        .args([reader, "log", "kept", &disk_id.to_string()])
+    let read = second_reader()
+        .args(["log", "kept", &disk_id.to_string()])
         .args([&image.to_string(), "second"])
+        .current_dir(dir)
         .output()
         .unwrap();
     assert!(read.status.success(), "{}", text(&read.stderr));

@@ -4,6 +4,7 @@ use std::time::Duration;
 
 use clap::Args;
 use serde_json::json;
+use walvisor_archive::{BUSY_CHECK, CHUNK_BYTES, IDLE_CHECK};
 
 use super::time;
 use crate::commands::disk::print;
@@ -11,8 +12,6 @@ use crate::size::{human_size, parse_size};
 
 /// Thirty days.
 const MONTH: Duration = Duration::from_secs(30 * 24 * 3600);
-/// Bytes of a chunk of an image.
-const CHUNK: u64 = 4 << 20;
 /// As stores count.
 const GIGABYTE: f64 = 1e9;
 
@@ -69,40 +68,42 @@ struct Month {
 impl Month {
     fn of(plan: &PlanArguments) -> Self {
         let month = MONTH.as_secs_f64();
-        let (interval, base_every) = (plan.interval.as_secs_f64(), plan.base_every.as_secs_f64());
+        let base_every = plan.base_every.as_secs_f64();
         let (log, changed) = (plan.log as f64, plan.changed as f64);
-        let busy = plan.log > 0;
-        let parts = if busy { month / interval } else { 0.0 };
         let bases = month / base_every;
-        // A writer looks whether another has the archive: with each part, at most once a second.
-        let looks = if busy {
-            month / interval.max(1.0)
+        // With parts, and without, a writer looks whether another has the archive.
+        let (parts, looks_every) = if plan.log > 0 {
+            let interval = plan.interval;
+            (month / interval.as_secs_f64(), interval.max(BUSY_CHECK))
         } else {
-            month / 60.0
+            (0.0, IDLE_CHECK)
         };
         // Of the images one copy is whole, and the others share its chunks.
         let kept = plan.keep.as_secs_f64();
         let copies = (kept / base_every).ceil();
         Self {
-            puts: parts + bases * (1.0 + (changed / CHUNK as f64).ceil()),
-            gets: looks,
+            puts: parts + bases * (1.0 + plan.changed.div_ceil(CHUNK_BYTES) as f64),
+            gets: month / looks_every.as_secs_f64(),
             sent_bytes: log * month + changed * bases,
             // The oldest point wants a copy that is older.
             stored_bytes: plan.images as f64 + changed * copies + log * (kept + base_every),
         }
     }
 
-    fn cost(&self, plan: &PlanArguments) -> f64 {
-        self.puts / 1000.0 * plan.put_price
-            + self.gets / 1000.0 * plan.get_price
-            + self.stored_bytes / GIGABYTE * plan.store_price
+    /// The costs of requests and of storage.
+    fn costs(&self, plan: &PlanArguments) -> (f64, f64) {
+        (
+            self.puts / 1000.0 * plan.put_price + self.gets / 1000.0 * plan.get_price,
+            self.stored_bytes / GIGABYTE * plan.store_price,
+        )
     }
 }
 
 /// Carries out `walvisor archive plan`.
 pub fn run(plan: &PlanArguments) {
     let month = Month::of(plan);
-    let cost = month.cost(plan);
+    let (requests, storage) = month.costs(plan);
+    let cost = requests + storage;
     if plan.json {
         let line = json!({
             "puts": month.puts.round(),
@@ -118,16 +119,14 @@ pub fn run(plan: &PlanArguments) {
         "the first copy of the images: {}, {} PUTs\n\
          each month of 30 days, before compression: {} sent, {:.0} PUTs, {:.0} GETs\n\
          stored, once the archive is {} days old: {}\n\
-         a month then costs {cost:.2}: {:.2} for requests, {:.2} for storage\n",
+         a month then costs {cost:.2}: {requests:.2} for requests, {storage:.2} for storage\n",
         human_size(plan.images),
-        plan.images.div_ceil(CHUNK),
+        plan.images.div_ceil(CHUNK_BYTES),
         human_size(month.sent_bytes as u64),
         month.puts,
         month.gets,
         plan.keep.as_secs() / (24 * 3600),
         human_size(month.stored_bytes as u64),
-        cost - month.stored_bytes / GIGABYTE * plan.store_price,
-        month.stored_bytes / GIGABYTE * plan.store_price,
     ));
 }
 
@@ -147,8 +146,8 @@ mod tests {
         let words = arguments.split_whitespace();
         let plan = Line::parse_from(["plan"].into_iter().chain(words)).plan;
         let month = Month::of(&plan);
-        let cost = month.cost(&plan);
-        (month, cost)
+        let (requests, storage) = month.costs(&plan);
+        (month, requests + storage)
     }
 
     #[test]
@@ -162,16 +161,11 @@ mod tests {
 
     #[test]
     fn a_longer_interval_costs_fewer_requests_for_the_same_bytes() {
-        let (often, _) = month("--log 1M --images 100G --changed 4G");
+        let (often, dearer) = month("--log 1M --images 100G --changed 4G");
         let (rarely, cheaper) = month("--log 1M --images 100G --changed 4G --interval 10s");
         assert_eq!(often.puts - rarely.puts, 0.9 * 30.0 * 24.0 * 3600.0);
         assert_eq!(often.stored_bytes, rarely.stored_bytes);
-        assert!(
-            cheaper
-                < often.cost(
-                    &Line::parse_from("plan --log 1M --images 100G --changed 4G".split(' ')).plan
-                )
-        );
+        assert!(cheaper < dearer);
         // 30 days of log and the day before them, and what has changed each day.
         let log = 31.0 * 24.0 * 3600.0 * f64::from(1 << 20);
         let images = (100_u64 + 30 * 4) << 30;
