@@ -174,7 +174,8 @@ WAITING = $(filter-out $(GUESTS) $(COMPUTING),$(call names,$(addsuffix /tests,vm
 EXAMPLES = embed event_loop
 
 # All commands take the same packages, so that they have the same features: nothing is built twice.
-TEST = $(CARGO) test --workspace --locked --no-fail-fast
+TIME_LIMIT = --config 'target."cfg(unix)".runner = "$(abspath tests/time-limit)"'
+TEST = $(CARGO) test --workspace --locked --no-fail-fast $(TIME_LIMIT)
 
 test-all:
 	$(TEST) --no-run
@@ -201,7 +202,7 @@ test-workspace:
 	$(TEST) --doc -- --show-output
 
 test-interleavings:
-	$(CARGO) test --package walvisor-storage --lib --features shuttle --locked interleavings -- --show-output
+	$(CARGO) test --package walvisor-storage --lib --features shuttle --locked $(TIME_LIMIT) interleavings -- --show-output
 
 # A program that brings its own disk gets neither the store nor io_uring nor KVM with the devices. Without the default
 # features it gets no TLS either, and each feature builds alone. What is installed needs nothing of the tests.
