@@ -16,6 +16,8 @@ pub enum ErrorKind {
     Damaged,
     /// The object store did not answer, or refused. It may be tried again.
     Unavailable,
+    /// Somebody uses the log here. It may be tried again.
+    InUse,
     /// The log, an image or a file here can't be read or written.
     Local,
 }

@@ -84,13 +84,14 @@ impl<'a> Lease<'a> {
     /// can't be written, so they may expire meanwhile.
     pub(crate) async fn take(archive: &'a Archive, base: Place) -> Result<Option<Self>> {
         let text = serde_json::to_vec(&LeaseNote { base }).map_err(object::not_json)?;
-        let lease = Self {
+        let (name, bytes) = (layout::lease(&random()?), text.into());
+        // A lease that was not taken is none: dropping one waits for the store, which this must not.
+        let put = archive.put(&name, &bytes).await;
+        Ok(put.is_ok().then(|| Self {
             archive,
-            name: layout::lease(&random()?),
-            bytes: text.into(),
-        };
-        let put = archive.put(&lease.name, &lease.bytes).await;
-        Ok(put.is_ok().then_some(lease))
+            name,
+            bytes,
+        }))
     }
 
     /// Does some work, and renews the lease meanwhile.

@@ -8,12 +8,13 @@
 //! ```
 //! `remote` speaks with the store, `object` and `layout` are the format (see `FORMAT.md`), `epoch`
 //! keeps it to one writer, `uploader` and `base` fill it, `line` finds a way through it, `restore`
-//! brings a log back, `expire` removes what is too old.
+//! brings a log back, `follow` keeps a copy of it up to date, `expire` removes what is too old.
 
 mod base;
 mod epoch;
 mod error;
 mod expire;
+mod follow;
 mod layout;
 mod line;
 mod object;
@@ -28,6 +29,7 @@ mod url;
 pub use base::{BaseProgress, CHUNK_BYTES};
 pub use error::{Error, ErrorKind, Result};
 pub use expire::{ExpireOptions, ExpireReport, expire};
+pub use follow::{Replica, ReplicaState};
 pub use remote::{Archive, Traffic};
 pub use restore::{RestoreReport, RestoredDisk, restore, verify};
 pub use survey::{ArchiveBase, ArchiveEnd, Survey, survey};

@@ -229,8 +229,21 @@ fn place_of(name: &str) -> Option<Place> {
 
 /// Reads a part.
 pub(crate) async fn read_part(archive: &Archive, at: Place) -> Result<(PartHeader, Vec<u8>)> {
+    open_part(at, &archive.need(&layout::part(at)).await?)
+}
+
+/// Reads a part that may not be there yet.
+pub(crate) async fn find_part(
+    archive: &Archive,
+    at: Place,
+) -> Result<Option<(PartHeader, Vec<u8>)>> {
+    let found = archive.get(&layout::part(at)).await?;
+    found.map(|object| open_part(at, &object)).transpose()
+}
+
+fn open_part(at: Place, object: &[u8]) -> Result<(PartHeader, Vec<u8>)> {
     let name = layout::part(at);
-    let (header, body) = object::open::<PartHeader>(&name, &archive.need(&name).await?)?;
+    let (header, body) = object::open::<PartHeader>(&name, object)?;
     let pieces: u64 = header.pieces.iter().map(|piece| piece.len).sum();
     if header.at != at || header.root_len.saturating_add(pieces) != body.len() as u64 {
         return Err(Error::damaged(&name, "its header does not fit its body"));

@@ -12,7 +12,7 @@ use std::path::{Path, PathBuf};
 
 use serde::{Deserialize, Serialize};
 use walvisor_storage::{
-    Commit, LogParts, LogRoot, PieceChecker, Point, assemble_log, cut_piece, rewind_disk,
+    AssembledLog, Commit, LogParts, LogRoot, PieceChecker, Point, cut_piece, rewind_disk,
     write_segment,
 };
 
@@ -56,16 +56,16 @@ pub struct RestoredDisk {
 pub type Progress<'a> = &'a mut dyn FnMut(u64, u64);
 
 /// Gets a piece of the log: the sequence of its segment, its byte offset there, its bytes.
-type TakePiece<'a> = &'a mut dyn FnMut(u64, u64, &[u8]) -> Result<()>;
+pub(crate) type TakePiece<'a> = &'a mut dyn FnMut(u64, u64, &[u8]) -> Result<()>;
 
 /// How to reach a point.
-struct Plan<'a> {
+pub(crate) struct Plan<'a> {
     archive: &'a Archive,
     /// Keeps what is needed from expiring.
     lease: Option<Lease<'a>>,
-    line: Line,
-    base: BaseHeader,
-    root: LogRoot,
+    pub line: Line,
+    pub base: BaseHeader,
+    pub root: LogRoot,
     at: Point,
 }
 
@@ -135,19 +135,17 @@ pub fn restore(
     })?;
     let ids = plan.base.images.iter().map(|image| image.disk_id);
     let copies: Vec<(u32, PathBuf)> = ids.zip(images.iter().cloned()).collect();
-    assemble_log(
-        &log_dir,
-        &LogParts {
-            roots: &log.roots,
-            images_lsn: plan.base.images_lsn,
-            first_sequence: plan.base.first_sequence,
-            segments: slots.len() as u32,
-            last: log.last,
-            until: log.until.0,
-            until_us: log.until.1,
-            images: &copies,
-        },
-    )?;
+    let parts = LogParts {
+        roots: &log.roots,
+        images_lsn: plan.base.images_lsn,
+        first_sequence: plan.base.first_sequence,
+        segments: slots.len() as u32,
+        last: log.last,
+        until: log.until.0,
+        until_us: log.until.1,
+        images: &copies,
+    };
+    AssembledLog::new(&log_dir, &parts)?.create()?;
     // A batch comes as a whole; the point may be inside.
     if let Point::Lsn(lsn) = log.at
         && lsn < log.last.lsn
@@ -187,20 +185,112 @@ pub fn verify(archive: &Archive, at: Point, progress: Progress<'_>) -> Result<Re
     Ok(plan.done(&log, log_dir, images, chunks))
 }
 
-/// The part of the log that was read.
-struct ReadLog {
-    roots: Vec<LogRoot>,
-    last: Commit,
+/// Reads the log from the images of a base to a point, part by part, and checks it.
+pub(crate) struct LogReader {
+    /// The root of the base.
+    base: LogRoot,
+    /// Segments with a lower sequence are not needed.
+    pub first_sequence: u64,
+    checker: PieceChecker,
+    /// The log's roots since the base: the first, the newest, and those that tell of restores in
+    /// place that the next one does not tell of.
+    pub roots: Vec<LogRoot>,
+    pub last: Commit,
     /// The point, with a snapshot's LSN instead of its name.
     at: Point,
+    /// Whether the point was reached.
+    ended: bool,
     /// No restore in place after this LSN and this time counts.
     until: (u64, u64),
     bytes: u64,
 }
 
+impl LogReader {
+    pub(crate) fn new(base: &BaseHeader, root: &LogRoot, at: Point) -> Self {
+        Self {
+            base: root.clone(),
+            first_sequence: base.first_sequence,
+            checker: PieceChecker::new(root),
+            roots: vec![root.clone()],
+            last: root.checkpoint(),
+            until: match at {
+                Point::Lsn(lsn) => (lsn, u64::MAX),
+                Point::Time(unix_us) => (u64::MAX, unix_us),
+                _ => (u64::MAX, u64::MAX),
+            },
+            at,
+            ended: false,
+            bytes: 0,
+        }
+    }
+
+    /// Takes the next part, and hands its pieces to `each`. Whether another part is needed.
+    pub(crate) fn take(
+        &mut self,
+        header: &PartHeader,
+        body: &[u8],
+        each: TakePiece<'_>,
+    ) -> Result<bool> {
+        let name = layout::part(header.at);
+        let (root, mut rest) = body.split_at(header.root_len as usize);
+        if !root.is_empty() {
+            self.take_root(&name, LogRoot::decode(root)?)?;
+        }
+        if self.ended {
+            // This part was only read for its root, which may know of a restore in place that
+            // those before did not know yet.
+            let mut marks = header.rewind_marks.iter();
+            return Ok(marks.any(|mark| *mark <= self.last.lsn));
+        }
+        for piece in &header.pieces {
+            let (bytes, behind) = rest.split_at(piece.len as usize);
+            rest = behind;
+            if piece.sequence < self.first_sequence {
+                continue;
+            }
+            let checked = self.checker.check(piece.sequence, piece.offset, bytes);
+            checked.map_err(|error| Error::damaged(&name, error))?;
+            let cut = cut_piece(&self.base, piece.offset, bytes, self.at);
+            let cut = cut.map_err(|error| Error::damaged(&name, error))?;
+            let Some((len, last)) = cut else {
+                self.ended = true;
+                break;
+            };
+            each(piece.sequence, piece.offset, &bytes[..len])?;
+            self.bytes += len as u64;
+            self.last = last;
+            if len < bytes.len() {
+                self.ended = true;
+                break;
+            }
+        }
+        Ok(true)
+    }
+
+    fn take_root(&mut self, name: &str, root: LogRoot) -> Result<()> {
+        if let Some(why) = root.why_other_images(&self.base) {
+            return Err(Error::damaged(
+                name,
+                format!("it needs other images: {why}"),
+            ));
+        }
+        // A root comes with most parts: only a few can stay in memory.
+        if self.roots.len() > 1
+            && self
+                .roots
+                .last()
+                .is_some_and(|last| !root.lacks_rewinds_of(last))
+        {
+            self.roots.pop();
+        }
+        self.roots.push(root);
+        Ok(())
+    }
+}
+
 impl<'a> Plan<'a> {
     /// Finds the newest base images from which a point can be reached.
-    async fn find(archive: &'a Archive, at: Point) -> Result<Self> {
+    pub(crate) async fn find(archive: &'a Archive, at: Point) -> Result<Self> {
         let catalog = Catalog::read(archive).await?;
         let mut reachable = Vec::new();
         for line in catalog.lines() {
@@ -276,71 +366,18 @@ impl<'a> Plan<'a> {
         self.carry_out(self.archive.in_order(fetch, each))
     }
 
-    fn carry_out<T>(&self, requests: impl Future<Output = T>) -> T {
+    pub(crate) fn carry_out<T>(&self, requests: impl Future<Output = T>) -> T {
         let leased = Lease::during(self.lease.as_ref(), requests);
         self.archive.block_on(leased)
     }
 
     /// Reads the log from the base images to the point, checks it, and hands its pieces
     /// to `each`.
-    fn read_log(&self, each: TakePiece<'_>) -> Result<ReadLog> {
-        let mut log = ReadLog {
-            roots: vec![self.root.clone()],
-            last: self.root.checkpoint(),
-            at: self.at,
-            until: match self.at {
-                Point::Lsn(lsn) => (lsn, u64::MAX),
-                Point::Time(unix_us) => (u64::MAX, unix_us),
-                _ => (u64::MAX, u64::MAX),
-            },
-            bytes: 0,
-        };
-        let (mut checker, mut ended) = (PieceChecker::new(&self.root), false);
-        let mut take = |(header, body): (PartHeader, Vec<u8>)| {
-            let name = layout::part(header.at);
-            let (root, mut rest) = body.split_at(header.root_len as usize);
-            if !root.is_empty() {
-                let root = LogRoot::decode(root)?;
-                if let Some(why) = root.why_other_images(&self.root) {
-                    return Err(Error::damaged(
-                        &name,
-                        format!("it needs other images: {why}"),
-                    ));
-                }
-                log.roots.push(root);
-            }
-            if ended {
-                // This part was only read for its root, which may know of a restore in place that
-                // those before did not know yet.
-                let mut marks = header.rewind_marks.iter();
-                return Ok(marks.any(|mark| *mark <= log.last.lsn));
-            }
-            for piece in &header.pieces {
-                let (bytes, behind) = rest.split_at(piece.len as usize);
-                rest = behind;
-                if piece.sequence < self.base.first_sequence {
-                    continue;
-                }
-                let checked = checker.check(piece.sequence, piece.offset, bytes);
-                checked.map_err(|error| Error::damaged(&name, error))?;
-                let cut = cut_piece(&self.root, piece.offset, bytes, self.at);
-                let cut = cut.map_err(|error| Error::damaged(&name, error))?;
-                let Some((len, last)) = cut else {
-                    ended = true;
-                    break;
-                };
-                each(piece.sequence, piece.offset, &bytes[..len])?;
-                log.bytes += len as u64;
-                log.last = last;
-                if len < bytes.len() {
-                    ended = true;
-                    break;
-                }
-            }
-            Ok(true)
-        };
+    fn read_log(&self, each: TakePiece<'_>) -> Result<LogReader> {
+        let mut log = LogReader::new(&self.base, &self.root, self.at);
         let parts = self.line.from(self.base.first_part);
         let read = parts.map(|at| read_part(self.archive, at));
+        let mut take = |(header, body): (PartHeader, Vec<u8>)| log.take(&header, &body, each);
         self.carry_out(self.archive.in_order(read, &mut take))?;
         if let Point::Cid(_) = self.at {
             log.until.0 = log.last.lsn;
@@ -350,7 +387,7 @@ impl<'a> Plan<'a> {
 
     fn done(
         &self,
-        log: &ReadLog,
+        log: &LogReader,
         log_dir: PathBuf,
         images: Vec<PathBuf>,
         chunks: u64,
@@ -391,7 +428,7 @@ async fn resolve(archive: &Archive, line: &Line, at: Point) -> Result<Option<Poi
     Ok(found.map(|snapshot| Point::Lsn(snapshot.lsn)))
 }
 
-async fn fetch_chunk(
+pub(crate) async fn fetch_chunk(
     archive: &Archive,
     base: &BaseHeader,
     image: &BaseImage,
@@ -441,42 +478,49 @@ fn begin(archive: &Archive, dir: &Path, plan: &Plan) -> Result<Note> {
             return Ok(note);
         }
         Some(_) => {}
-        None => {
-            let mut entries = fs::read_dir(dir)
-                .map_err(|error| Error::local("read the directory", dir, error))?;
-            if entries.next().is_some() {
-                return Err(Error::new(
-                    ErrorKind::InvalidInput,
-                    format!(
-                        "{}: the directory is not empty; name one that does not exist yet",
-                        dir.display()
-                    ),
-                ));
-            }
-        }
+        None => refuse_occupied(dir)?,
     }
     fresh.write(dir)?;
     Ok(fresh)
 }
 
+/// Refuses a directory that has anything.
+pub(crate) fn refuse_occupied(dir: &Path) -> Result<()> {
+    let entries = fs::read_dir(dir);
+    let mut entries = entries.map_err(|error| Error::local("read the directory", dir, error))?;
+    if entries.next().is_none() {
+        return Ok(());
+    }
+    let dir = dir.display();
+    Err(Error::new(
+        ErrorKind::InvalidInput,
+        format!("{dir}: the directory is not empty; name one that does not exist yet"),
+    ))
+}
+
 impl Note {
     fn write(&self, dir: &Path) -> Result<()> {
-        let path = dir.join(NOTE);
-        let unfinished = dir.join(format!("{NOTE}.new"));
-        let write = || {
-            let file = File::create(&unfinished)?;
-            serde_json::to_writer(&file, self)?;
-            file.sync_all()?;
-            fs::rename(&unfinished, &path)?;
-            File::open(dir)?.sync_all()
-        };
-        write().map_err(|error| Error::local("write", &path, error))
+        write_note(dir, NOTE, self)
     }
 }
 
+/// Writes a note to a file, as a whole or not at all.
+pub(crate) fn write_note(dir: &Path, name: &str, note: &impl Serialize) -> Result<()> {
+    let path = dir.join(name);
+    let unfinished = dir.join(format!("{name}.new"));
+    let write = || {
+        let file = File::create(&unfinished)?;
+        serde_json::to_writer(&file, note)?;
+        file.sync_all()?;
+        fs::rename(&unfinished, &path)?;
+        File::open(dir)?.sync_all()
+    };
+    write().map_err(|error| Error::local("write", &path, error))
+}
+
 /// Where the images go: the names they had, made different where two are the same.
-fn image_paths(dir: &Path, images: &[BaseImage]) -> Vec<PathBuf> {
-    let mut taken: Vec<String> = vec![NOTE.to_owned()];
+pub(crate) fn image_paths(dir: &Path, images: &[BaseImage]) -> Vec<PathBuf> {
+    let mut taken = vec![NOTE.to_owned(), crate::follow::NOTE.to_owned()];
     let paths = images.iter().map(|image| {
         // A name from the store must not lead out of the directory.
         let plain = Path::new(&image.name).file_name();
@@ -497,7 +541,7 @@ fn image_paths(dir: &Path, images: &[BaseImage]) -> Vec<PathBuf> {
 }
 
 /// The log of one disk is where it is looked for; that of several is not one's more than another's.
-fn log_dir_of(dir: &Path, images: &[PathBuf]) -> PathBuf {
+pub(crate) fn log_dir_of(dir: &Path, images: &[PathBuf]) -> PathBuf {
     match images {
         [only] => walvisor_storage::default_log_dir(only),
         _ => dir.join("log"),
@@ -505,7 +549,7 @@ fn log_dir_of(dir: &Path, images: &[PathBuf]) -> PathBuf {
 }
 
 /// Makes the log's directory, without what an earlier attempt has left.
-fn clear_log(log_dir: &Path) -> Result<()> {
+pub(crate) fn clear_log(log_dir: &Path) -> Result<()> {
     let clear = || match fs::remove_dir_all(log_dir) {
         Err(error) if error.kind() != std::io::ErrorKind::NotFound => Err(error),
         _ => fs::DirBuilder::new().create(log_dir),
@@ -514,7 +558,7 @@ fn clear_log(log_dir: &Path) -> Result<()> {
 }
 
 /// Makes a sparse file, or opens one that is there, for its owner only.
-fn new_file(path: &Path, bytes: u64) -> Result<File> {
+pub(crate) fn new_file(path: &Path, bytes: u64) -> Result<File> {
     use std::os::unix::fs::OpenOptionsExt;
     let open = || {
         let file = File::options()

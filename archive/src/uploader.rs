@@ -816,7 +816,7 @@ fn not_ours(archive: &Archive, stranger: &str) -> Error {
 }
 
 /// This machine's name.
-fn host() -> String {
+pub(crate) fn host() -> String {
     let host = std::fs::read_to_string("/proc/sys/kernel/hostname").unwrap_or_default();
     match host.trim() {
         "" => "a machine without a name".to_owned(),

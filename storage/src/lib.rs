@@ -112,7 +112,10 @@ pub use {
     },
     offline::live_export::PointReader,
     offline::live_points::DiskPoints,
-    offline::log_root::{ImageReader, LogParts, LogRoot, RootImage, assemble_log, write_segment},
+    offline::log_root::{
+        AssembledLog, ImageReader, LockedLog, LogParts, LogRoot, RootImage, segment_path,
+        write_segment,
+    },
     offline::log_size::resize_log,
     offline::members::{leave_log, move_to_log},
     offline::open::Store,

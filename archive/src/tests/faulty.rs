@@ -26,6 +26,8 @@ pub(super) struct FaultyStore {
     pub(super) faults: AtomicU64,
     /// Creates what exists.
     careless: bool,
+    /// Refuses to write, as to keys that may only read.
+    read_only: bool,
 }
 
 fn failed() -> object_store::Error {
@@ -45,6 +47,14 @@ impl FaultyStore {
             late: Mutex::default(),
             faults: 0.into(),
             careless: false,
+            read_only: false,
+        }
+    }
+
+    pub(super) fn read_only(inner: Arc<InMemory>) -> Self {
+        Self {
+            read_only: true,
+            ..Self::new(inner, 0, 0)
         }
     }
 
@@ -110,6 +120,12 @@ impl ObjectStore for FaultyStore {
         mut options: PutOptions,
     ) -> Result<PutResult> {
         self.catch_up().await;
+        if self.read_only {
+            return Err(object_store::Error::PermissionDenied {
+                path: location.to_string(),
+                source: "AccessDenied".into(),
+            });
+        }
         if self.careless {
             options.mode = PutMode::Overwrite;
         }

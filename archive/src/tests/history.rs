@@ -1,22 +1,25 @@
 //! Random histories of a log and its archive: writes, checkpoints, restores in place, restarts, an
-//! uploader that is killed and fenced, a store that fails. What comes back is judged by what the
-//! disks were at each mark.
+//! uploader that is killed and fenced, a replica that is killed, read and at last promoted, a store
+//! that fails. What comes back is judged by what the disks were at each mark.
 
 use std::collections::BTreeMap;
+use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
 
 use walvisor_storage::{
-    BackendQueue, Buffer, Commit, Operation, Point, Retention, Store, export_disk, restore_disk,
+    BackendQueue, Buffer, Commit, DiskOptions, Operation, Point, Retention, Store, export_disk,
+    restore_disk,
 };
 use walvisor_testkit::{Random, queue};
 
 use super::faulty::FaultyStore;
-use super::{Bench, SECTORS, archive_in, bytes_of, mark, often, settle};
-use crate::error::ErrorKind;
+use super::{Bench, SECTORS, archive_in, bytes_of, mark, often, options, settle};
+use crate::error::{Error, ErrorKind};
 use crate::expire::{ExpireOptions, expire_at};
+use crate::follow::Replica;
 use crate::remote::Archive;
-use crate::restore::verify;
+use crate::restore::{RestoredDisk, verify};
 use crate::survey::survey;
 use crate::uploader::{UploadOptions, Uploader};
 
@@ -137,13 +140,43 @@ impl History {
         self.store = Some(self.bench.open(&DISKS));
     }
 
+    /// Lets the replica follow, or go on after a kill, and compares what it is then. Returns it
+    /// unless it was killed.
+    fn follow<'a>(
+        &mut self,
+        archive: &'a Archive,
+        replica: Option<Replica<'a>>,
+    ) -> Option<Replica<'a>> {
+        let dir = self.bench.dir.path().join("replica");
+        let Some(mut replica) = replica else {
+            let opened = Replica::open(archive, &dir, &mut |_, _| {});
+            return opened.map_err(expected).ok();
+        };
+        let state = replica.tick().map_err(expected);
+        if let Ok(state) = state
+            && let Some(wanted) = self.states.get(&state.last.lsn)
+        {
+            self.judge_disks(&replica.disks(), replica.log_dir(), wanted);
+        }
+        let killed = self.random.one_in(if state.is_ok() { 8 } else { 2 });
+        (!killed).then_some(replica)
+    }
+
+    fn judge_disks(&self, disks: &[RestoredDisk], log_dir: &Path, wanted: &[Vec<u8>; 2]) {
+        for (which, disk) in disks.iter().enumerate() {
+            let bytes = bytes_of(&disk.path, log_dir);
+            assert!(
+                bytes == wanted[which],
+                "{}: disk {which} is another",
+                log_dir.display()
+            );
+        }
+    }
+
     /// Compares what comes back as of a point.
     fn judge(&self, archive: &Archive, at: Point, wanted: &[Vec<u8>; 2]) {
         let (_dir, restored) = self.bench.restore(archive, at).unwrap();
-        for (which, disk) in restored.disks.iter().enumerate() {
-            let bytes = bytes_of(&disk.path, &restored.log_dir);
-            assert!(bytes == wanted[which], "{at}: disk {which} is another");
-        }
+        self.judge_disks(&restored.disks, &restored.log_dir, wanted);
         // Its past is there, too.
         for (&lsn, wanted) in self
             .states
@@ -166,6 +199,16 @@ impl History {
     }
 }
 
+/// What a store that fails may do to a replica.
+fn expected(error: Error) {
+    let kinds = [
+        ErrorKind::Unavailable,
+        ErrorKind::NotFound,
+        ErrorKind::Damaged,
+    ];
+    assert!(kinds.contains(&error.kind()), "{error}");
+}
+
 /// Returns how many faults there were.
 fn run(seed: u64) -> u64 {
     let mut random = Random(seed);
@@ -182,7 +225,7 @@ fn run(seed: u64) -> u64 {
     };
     let faulty = Arc::new(FaultyStore::new(bench.store.clone(), seed, rate));
     let archive = archive_in(faulty.clone());
-    let options = UploadOptions {
+    let rarely = UploadOptions {
         base_every: None,
         ..UploadOptions::default()
     };
@@ -196,8 +239,10 @@ fn run(seed: u64) -> u64 {
         times: BTreeMap::new(),
     };
     let mut up: Option<Uploader<'_>> = None;
+    let mut replica: Option<Replica<'_>> = None;
     for _ in 0..STEPS {
-        match history.random.below(21) {
+        match history.random.below(26) {
+            21.. => replica = history.follow(&archive, replica),
             0 => drop(history.store().disks()[0].checkpoint().unwrap()),
             1 => history.rewind(),
             2 => history.reopen(),
@@ -211,7 +256,7 @@ fn run(seed: u64) -> u64 {
             _ => match &mut up {
                 None => {
                     let options = if history.random.one_in(2) {
-                        options.clone()
+                        rarely.clone()
                     } else {
                         often()
                     };
@@ -228,7 +273,7 @@ fn run(seed: u64) -> u64 {
     drop(up);
     faulty.fail_one_in(0);
     // A claim that was late may come in between.
-    let again = || Uploader::new(&archive, &log, options.clone());
+    let again = || Uploader::new(&archive, &log, rarely.clone());
     let mut up = (0..20).find_map(|_| again().ok()).expect("an uploader");
     let tick = settle(&mut up);
     let (&newest, wanted) = history.states.last_key_value().unwrap();
@@ -246,6 +291,8 @@ fn run(seed: u64) -> u64 {
         history.judge(&archive, Point::Lsn(lsn), &history.states[&lsn]);
         verify(&archive, Point::Lsn(lsn), &mut |_, _| {}).unwrap();
     }
+    drop(replica);
+    promote(&history, &archive, up);
     let store = history.store.take().unwrap();
     store.close().unwrap();
     // What was archived is what the disks are.
@@ -255,6 +302,32 @@ fn run(seed: u64) -> u64 {
         assert!(std::fs::read(raw).unwrap() == history.now[which]);
     }
     faulty.faults.load(std::sync::atomic::Ordering::Relaxed)
+}
+
+/// Promotes the replica: it is what the disks are, the uploader stops, and the archive goes on.
+fn promote(history: &History, archive: &Archive, mut up: Uploader<'_>) {
+    let (&newest, wanted) = history.states.last_key_value().unwrap();
+    let dir = history.bench.dir.path().join("replica");
+    let replica = Replica::open(archive, &dir, &mut |_, _| {}).unwrap();
+    let (disks, log_dir) = (replica.disks(), replica.log_dir().to_owned());
+    assert_eq!(replica.promote().unwrap().lsn, newest);
+    history.judge_disks(&disks, &log_dir, wanted);
+    mark(&history.store().disks()[0]);
+    let fenced = (0..20).find_map(|_| up.tick().err());
+    assert_eq!(fenced.unwrap().kind(), ErrorKind::Fenced);
+    let opened: Vec<_> = disks
+        .iter()
+        .map(|disk| DiskOptions::new(&disk.path))
+        .collect();
+    let store = Store::open(&log_dir, &opened, &options(Retention::Nothing)).unwrap();
+    queue::write(&mut store.disks()[0].open_port().unwrap(), 3, 77, 1);
+    mark(&store.disks()[0]);
+    settle(&mut Uploader::new(archive, &log_dir, UploadOptions::default()).unwrap());
+    store.close().unwrap();
+    let mut wanted = wanted.clone();
+    wanted[0][3 * 512..4 * 512].fill(77);
+    let (_dir, restored) = history.bench.restore(archive, Point::Newest).unwrap();
+    history.judge_disks(&restored.disks, &restored.log_dir, &wanted);
 }
 
 /// `WALVISOR_SEED=N` replays one history; `WALVISOR_ARCHIVE_HISTORIES=N` runs more or fewer.

@@ -1,6 +1,7 @@
 //! Logs that are written, archived and restored, over a store that fails.
 
 mod faulty;
+mod follow;
 mod history;
 
 use std::path::{Path, PathBuf};
@@ -809,13 +810,18 @@ fn copied_four_times(bench: &Bench, archive: &Archive, disk: &Disk) -> Vec<(Comm
         (0..5).for_each(|_| write(disk, 0, round, 128));
         commits.push((mark(disk), round));
         disk.checkpoint().unwrap();
-        let mut up = Uploader::new(archive, &bench.log(), often()).unwrap();
-        let bases = copies(archive);
-        while copies(archive) == bases {
-            up.tick().unwrap();
-        }
+        copy_images(bench, archive);
     }
     commits
+}
+
+/// Sends the log, and copies the images.
+fn copy_images(bench: &Bench, archive: &Archive) {
+    let mut up = Uploader::new(archive, &bench.log(), often()).unwrap();
+    let bases = copies(archive);
+    while copies(archive) == bases {
+        up.tick().unwrap();
+    }
 }
 
 /// The number of copies of the images.

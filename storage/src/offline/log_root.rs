@@ -6,7 +6,9 @@ use zerocopy::little_endian::{U16, U32, U64};
 use zerocopy::{FromZeros, IntoBytes};
 
 use crate::Buffer;
-use crate::catalog::control::{ControlFile, has_log, read_unlocked_control, real_path};
+use crate::catalog::control::{
+    ControlFile, existing_log, has_log, read_unlocked_control, real_path,
+};
 use crate::catalog::snapshot::Snapshot;
 use crate::error::{Error, ErrorKind, Result, invalid};
 use crate::format::{CONTROL_SLOT, Control, DecodeResult, RewindEntry, SAMPLES, Sample};
@@ -14,6 +16,7 @@ use crate::log::commit::Commit;
 use crate::medium::file::{DataFile, Segment};
 use crate::medium::filesystem::{self, OWNER, OpenMode, files};
 use crate::medium::holes::DataRanges;
+use crate::medium::lock::Access;
 use crate::medium::mark::{ImageMark, hex};
 
 /// Fewest segments that a restored log may have beside those it comes with.
@@ -61,6 +64,14 @@ impl LogRoot {
     /// The root as bytes, in the format of a slot of the control file.
     pub fn encode(&self) -> Vec<u8> {
         self.control.encode().to_vec()
+    }
+
+    /// The root as bytes, as [`encode`](Self::encode) has it, but without the number of the write:
+    /// equal if the control file says the same.
+    pub fn contents(&self) -> Vec<u8> {
+        let mut control = self.control.clone();
+        control.header.generation = U64::new(0);
+        control.encode().to_vec()
     }
 
     /// A root from its bytes.
@@ -263,6 +274,11 @@ pub struct LogParts<'a> {
     pub images: &'a [(u32, PathBuf)],
 }
 
+/// The path of segment file number `slot` in `log_dir`.
+pub fn segment_path(log_dir: &Path, slot: u32) -> PathBuf {
+    Segment::path(log_dir, slot)
+}
+
 /// Writes bytes of a segment to segment file number `slot` in `log_dir`. Makes the file, which has
 /// zeroes where nothing was written.
 ///
@@ -287,13 +303,77 @@ pub fn write_segment(
     write().map_err(|error| Error::io("write the log segment", &path, error))
 }
 
-/// Makes the log in `log_dir` of its segments and images, as if its owner had been killed while it
-/// copied the log to the images: opening it recovers the disks. Syncs everything; the log is there
-/// when this has ended, and not before.
-///
-/// # Errors
-/// If the files can't be written, or there is a log already.
-pub fn assemble_log(log_dir: &Path, parts: &LogParts<'_>) -> Result<()> {
+/// A log made of its segments and images, as if its owner had been killed while it copied the log to
+/// the images: opening it recovers the disks. Its control file is not written yet.
+pub struct AssembledLog {
+    log_dir: PathBuf,
+    root: LogRoot,
+}
+
+impl AssembledLog {
+    /// Marks the images, makes them as large as their disks, and makes the control file, in memory.
+    ///
+    /// # Errors
+    /// If the images can't be written, or the roots contradict each other.
+    pub fn new(log_dir: &Path, parts: &LogParts<'_>) -> Result<Self> {
+        Ok(Self {
+            log_dir: log_dir.to_owned(),
+            root: assembled(log_dir, parts)?,
+        })
+    }
+
+    /// What the control file will say.
+    pub fn root(&self) -> &LogRoot {
+        &self.root
+    }
+
+    /// Syncs all segments, and writes the control file: the log is there when this has ended, and
+    /// not before.
+    ///
+    /// # Errors
+    /// If the files can't be written, or there is a log already.
+    pub fn create(self) -> Result<()> {
+        for (_, path) in Segment::list(&*files(), &self.log_dir)? {
+            sync_segment(&path)?;
+        }
+        write_control(&self.log_dir, self.root.control)
+    }
+
+    /// Syncs the segments with these numbers, which have changed, and takes the place of the log
+    /// that was there. After a kill the log is one or the other.
+    ///
+    /// # Errors
+    /// If the files can't be written.
+    pub fn replace(self, lock: &mut LockedLog, changed: &[u32]) -> Result<()> {
+        for slot in changed {
+            sync_segment(&Segment::path(&self.log_dir, *slot))?;
+        }
+        lock.0.change_both(|control| *control = self.root.control)
+    }
+}
+
+/// A log that nobody else may use.
+pub struct LockedLog(ControlFile);
+
+impl LockedLog {
+    /// Locks the log in `log_dir`.
+    ///
+    /// # Errors
+    /// [`ErrorKind::Locked`] if it is in use; if there is none, or it can't be read.
+    pub fn lock(log_dir: &Path) -> Result<Self> {
+        existing_log(log_dir, Access::Log).map(Self)
+    }
+
+    /// What the control file says.
+    pub fn root(&self) -> LogRoot {
+        LogRoot {
+            control: self.0.control.clone(),
+            home: self.0.home.clone(),
+        }
+    }
+}
+
+fn assembled(log_dir: &Path, parts: &LogParts<'_>) -> Result<LogRoot> {
     let (first, newest) = match parts.roots {
         [] => return Err(invalid("no root to make a log of".to_owned())),
         [first, .., newest] => (first, newest),
@@ -357,8 +437,7 @@ pub fn assemble_log(log_dir: &Path, parts: &LogParts<'_>) -> Result<()> {
             "the log's roots in the archive contradict each other",
         ));
     }
-    sync_segments(log_dir)?;
-    write_control(log_dir, control)
+    Ok(LogRoot { control, home })
 }
 
 /// The restores in place that the roots tell of, and that count.
@@ -382,13 +461,10 @@ fn rewinds(parts: &LogParts<'_>, checkpoint: u64) -> Vec<RewindEntry> {
     all
 }
 
-fn sync_segments(log_dir: &Path) -> Result<()> {
-    for (_, path) in Segment::list(&*files(), log_dir)? {
-        let synced = files().open(&path, OpenMode::Existing);
-        let synced = synced.and_then(|file| file.sync_all());
-        synced.map_err(|error| Error::io("sync the log segment", &path, error))?;
-    }
-    Ok(())
+fn sync_segment(path: &Path) -> Result<()> {
+    let synced = files().open(path, OpenMode::Existing);
+    let synced = synced.and_then(|file| file.sync_all());
+    synced.map_err(|error| Error::io("sync the log segment", path, error))
 }
 
 fn write_control(log_dir: &Path, mut control: Control) -> Result<()> {

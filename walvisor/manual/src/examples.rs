@@ -122,6 +122,8 @@ pub fn of(page: &str) -> &'static [&'static str] {
         "walvisor-archive-restore" => {
             &["walvisor archive restore s3://bucket/vm1 back --at time:2026-11-27T12:03:00Z"]
         }
+        "walvisor-archive-follow" => &["walvisor archive follow s3://bucket/vm1 /srv/vm1"],
+        "walvisor-archive-promote" => &["walvisor archive promote s3://bucket/vm1 /srv/vm1"],
         "walvisor-archive-verify" => &["walvisor archive verify s3://bucket/vm1"],
         "walvisor-archive-plan" => {
             &["walvisor archive plan --log 200K --images 20G --changed 1G --interval 5s"]

@@ -8,8 +8,8 @@ use std::time::{Duration, Instant};
 use clap::{Args, Subcommand};
 use serde_json::{Value, json};
 use walvisor_archive::{
-    Archive, ArchiveUrl, ErrorKind, ExpireOptions, ExpireReport, RestoreReport, Tick,
-    UploadOptions, Uploader, expire, restore, survey, verify,
+    Archive, ArchiveUrl, ErrorKind, ExpireOptions, ExpireReport, Replica, ReplicaState,
+    RestoreReport, RestoredDisk, Tick, UploadOptions, Uploader, expire, restore, survey, verify,
 };
 use walvisor_storage::{Commit, LogRoot, Point, Retention};
 
@@ -78,6 +78,37 @@ enum ArchiveAction {
         dir: PathBuf,
         #[command(flatten)]
         at: PointArgument,
+        /// Whether the process gives up the files and ports that it does not need.
+        #[arg(long, value_enum, default_value_t)]
+        landlock: Landlock,
+        /// Print JSON.
+        #[arg(long)]
+        json: bool,
+    },
+    /// Keep a replica of all disks of an archived log in a directory, which follows the archive
+    /// until the process is ended. Its disks can be read meanwhile, but not written.
+    Follow {
+        /// The archive.
+        url: String,
+        /// The replica's directory, new or from an earlier follow.
+        dir: PathBuf,
+        /// How often to ask the archive for what is new, such as 1s or 500ms.
+        #[arg(long, value_name = "TIME", value_parser = time, default_value = "1s")]
+        interval: Duration,
+        /// Whether the process gives up the files and ports that it does not need.
+        #[arg(long, value_enum, default_value_t)]
+        landlock: Landlock,
+        /// Print JSON: one object per line, whenever something has come.
+        #[arg(long)]
+        json: bool,
+    },
+    /// Make a replica a log of its own, with all that the archive has. Whoever pushes to the archive
+    /// is stopped first.
+    Promote {
+        /// The archive.
+        url: String,
+        /// The replica's directory. Nobody may follow there any more.
+        dir: PathBuf,
         /// Whether the process gives up the files and ports that it does not need.
         #[arg(long, value_enum, default_value_t)]
         landlock: Landlock,
@@ -218,6 +249,24 @@ pub fn run(arguments: &ArchiveArguments) -> Result<(), CommandError> {
             report_restored(&done, *json);
             Ok(())
         }
+        ArchiveAction::Follow {
+            url,
+            dir,
+            interval,
+            landlock,
+            json,
+        } => follow_archive(
+            &opened(url, Some(dir), true, *landlock)?,
+            dir,
+            *interval,
+            *json,
+        ),
+        ArchiveAction::Promote {
+            url,
+            dir,
+            landlock,
+            json,
+        } => promote(&opened(url, Some(dir), true, *landlock)?, dir, *json),
         ArchiveAction::Verify {
             url,
             at,
@@ -354,7 +403,7 @@ fn follow_log(
     interval: Duration,
     json: bool,
 ) -> Result<(), CommandError> {
-    let mut wait = interval;
+    let mut retry = Retry::new(interval);
     let mut uploader = None;
     loop {
         let begun = Instant::now();
@@ -371,7 +420,7 @@ fn follow_log(
         };
         match ticked {
             Ok(tick) => {
-                wait = interval;
+                retry.worked();
                 let Some(tick) = tick else { continue };
                 if json && (tick.records > 0 || tick.base.is_some()) {
                     print(format_args!("{}\n", tick_json(&tick)));
@@ -382,8 +431,7 @@ fn follow_log(
             }
             Err(error) if error.kind() == ErrorKind::Unavailable => {
                 tracing::warn!("{error}; the archive is behind, and is tried again");
-                std::thread::sleep(wait);
-                wait = (2 * wait).min(LONGEST_WAIT.max(interval));
+                retry.wait();
             }
             Err(error) => return Err(error.into()),
         }
@@ -399,6 +447,115 @@ fn warn_anew(uploader: &mut Uploader<'_>) {
              newest points can't be restored"
         );
     }
+}
+
+/// How long to wait after an error that may mend itself: twice as long each time.
+struct Retry {
+    interval: Duration,
+    wait: Duration,
+}
+
+impl Retry {
+    fn new(interval: Duration) -> Self {
+        Self {
+            interval,
+            wait: interval,
+        }
+    }
+
+    fn worked(&mut self) {
+        self.wait = self.interval;
+    }
+
+    fn wait(&mut self) {
+        std::thread::sleep(self.wait);
+        self.wait = (2 * self.wait).min(LONGEST_WAIT.max(self.interval));
+    }
+}
+
+/// Keeps a replica, until something fails that will not mend itself.
+fn follow_archive(
+    archive: &Archive,
+    dir: &Path,
+    interval: Duration,
+    json: bool,
+) -> Result<(), CommandError> {
+    let mut retry = Retry::new(interval);
+    let mut replica: Option<Replica<'_>> = None;
+    loop {
+        let begun = Instant::now();
+        let ticked = match &mut replica {
+            Some(replica) => replica.tick().map(Some),
+            None => {
+                with_bar("copying", |progress| Replica::open(archive, dir, progress)).map(|new| {
+                    report_disks(&new.disks(), json);
+                    replica = Some(new);
+                    None
+                })
+            }
+        };
+        match ticked {
+            Ok(tick) => {
+                retry.worked();
+                let Some(state) = tick else { continue };
+                if state.records > 0 {
+                    report_followed(&state, json);
+                }
+                if state.caught_up {
+                    std::thread::sleep(interval.saturating_sub(begun.elapsed()));
+                }
+            }
+            Err(error) if matches!(error.kind(), ErrorKind::Unavailable | ErrorKind::InUse) => {
+                tracing::warn!("{error}; the replica is behind, and is tried again");
+                retry.wait();
+            }
+            Err(error) => return Err(error.into()),
+        }
+    }
+}
+
+/// Where the disks of a replica are.
+fn report_disks(disks: &[RestoredDisk], json: bool) {
+    for disk in disks {
+        let path = disk.path.display();
+        if json {
+            let line = json!({ "disk": path.to_string(), "bytes": disk.bytes });
+            print(format_args!("{line}\n"));
+        } else {
+            print(format_args!(
+                "{path}: follows, {}\n",
+                human_size(disk.bytes)
+            ));
+        }
+    }
+}
+
+fn report_followed(state: &ReplicaState, json: bool) {
+    if json {
+        let mut line = point_json(state.last);
+        line["records"] = state.records.into();
+        line["caught_up"] = state.caught_up.into();
+        line["made_us"] = state.made_us.into();
+        print(format_args!("{line}\n"));
+    }
+}
+
+/// Makes a replica a log of its own.
+fn promote(archive: &Archive, dir: &Path, json: bool) -> Result<(), CommandError> {
+    let replica = with_bar("copying", |progress| Replica::open(archive, dir, progress))?;
+    let (disks, log_dir) = (replica.disks(), replica.log_dir().to_owned());
+    let commit = replica.promote()?;
+    report_restored(
+        &RestoreReport {
+            commit,
+            log_dir,
+            disks,
+            log_bytes: 0,
+            chunks: 0,
+        },
+        json,
+    );
+    Ok(())
 }
 
 fn status(archive: &Archive, json: bool) -> Result<(), CommandError> {

@@ -59,29 +59,35 @@ fn number(line: &str, key: &str) -> u64 {
         .unwrap_or_else(|| panic!("{key} in {line}"))
 }
 
-/// A push that follows the log, and the newest LSN that it has told.
+/// A process that follows, and the newest LSN that it has told.
 struct Follower {
     process: Process,
     thread: Option<std::thread::JoinHandle<()>>,
 }
 
 impl Follower {
+    /// A push that follows the log in `dir`.
     fn start(dir: &Path, url: &str, told: &'static AtomicU64) -> Self {
+        Self::run(dir, &["push", "disk.img.wal", url, "--follow"], told)
+    }
+
+    fn run(dir: &Path, arguments: &[&str], told: &'static AtomicU64) -> Self {
         let mut command = Command::new(program());
-        let arguments = ["archive", "push", "disk.img.wal", url, "--follow", "--json"];
         command
+            .arg("archive")
             .args(arguments)
-            .args(["--interval", "50ms"])
+            .args(["--json", "--interval", "50ms"])
             .current_dir(dir);
         with_keys(&mut command);
-        command.stdout(Stdio::piped()).stderr(Stdio::null());
+        command.stdout(Stdio::piped()).stderr(Stdio::piped());
         let mut process = Process::spawn(&mut command);
         let lines = Limited(process.stdout.take().expect("a pipe"));
         let thread = std::thread::spawn(move || {
             use std::io::BufRead;
             // A kill may cut the last line.
             for line in std::io::BufReader::new(lines).lines().map_while(Result::ok) {
-                if line.ends_with('}') && line.contains("\"restorable\":true") {
+                let is_there = ["\"restorable\":true", "\"made_us\":"];
+                if line.ends_with('}') && is_there.iter().any(|key| line.contains(key)) {
                     told.fetch_max(number(&line, "lsn"), Ordering::SeqCst);
                 }
             }
@@ -190,6 +196,92 @@ fn what_was_told_to_be_archived_comes_back_elsewhere() {
         shown.contains("any point from lsn:") && shown.contains("disk.img (1 MiB)"),
         "{shown}"
     );
+}
+
+/// A replica follows a disk that is written, and can be read. Then it takes over, although the old
+/// host still runs.
+#[test]
+fn a_replica_follows_is_read_and_takes_over() {
+    static PUSHED: AtomicU64 = AtomicU64::new(0);
+    static FOLLOWED: AtomicU64 = AtomicU64::new(0);
+    let store = S3::start("bucket");
+    let url = store.url("bucket/one");
+    let place = tempfile::tempdir().unwrap();
+    let (home, elsewhere) = (place.path().join("home"), place.path().join("elsewhere"));
+    fs::create_dir(&home).unwrap();
+    fs::create_dir(&elsewhere).unwrap();
+    create(&home, "disk.img", "1M --retain 1h");
+    let daemon = Daemon::start(&home, "--disk path=disk.img,socket=nbd.sock");
+    let mut client = RawClient::extended(&home.join("nbd.sock"));
+    let mut written = 0_u64;
+    let mut write_until = |what: &str, enough: &mut dyn FnMut() -> bool| {
+        wait_until(what, || {
+            written += 1;
+            let block = [&written.to_le_bytes()[..], &[written as u8; BLOCK - 8]].concat();
+            client.write(written, written % BLOCKS * BLOCK as u64, &block);
+            client.flush(written);
+            enough()
+        });
+        written
+    };
+    let mut push = Follower::start(&home, &url, &PUSHED);
+    write_until("the archive's first images", &mut || {
+        PUSHED.load(Ordering::SeqCst) > 0
+    });
+    let follow = Follower::run(&elsewhere, &["follow", &url, "replica"], &FOLLOWED);
+    for _ in 0..3 {
+        let before = FOLLOWED.load(Ordering::SeqCst);
+        let written = write_until("the replica", &mut || {
+            FOLLOWED.load(Ordering::SeqCst) > before + 50
+        });
+        succeed(&elsewhere, "disk export replica/disk.img look.raw --force");
+        let look = fs::read(elsewhere.join("look.raw")).unwrap();
+        let newest = look
+            .chunks(BLOCK)
+            .map(|block| u64::from_le_bytes(block[..8].try_into().unwrap()));
+        let newest = newest.max().unwrap();
+        assert!(
+            (before..=written).contains(&newest),
+            "{before} {newest} {written}"
+        );
+    }
+    let (_, errors) = refused(&elsewhere, &format!("promote {url} replica"));
+    assert!(
+        errors.contains("another process follows there; end that one first"),
+        "{errors}"
+    );
+    follow.kill();
+
+    let pushed = PUSHED.load(Ordering::SeqCst);
+    let promoted = done(&mut archive(
+        &elsewhere,
+        &format!("promote {url} replica --json"),
+    ));
+    assert!(number(&promoted, "lsn") >= pushed, "{promoted} {pushed}");
+    // The old host's push ends when it has something to send.
+    write_until("the old push's end", &mut || {
+        push.process.try_wait().unwrap().is_some()
+    });
+    assert!(
+        push.process
+            .errors()
+            .contains("(a promoted replica) writes this archive now (epoch 2)")
+    );
+    push.kill();
+    daemon.kill();
+    let daemon = Daemon::start(&elsewhere, "--disk path=replica/disk.img,socket=nbd.sock");
+    let mut client = RawClient::extended(&elsewhere.join("nbd.sock"));
+    client.write(1, 0, &[7; BLOCK]);
+    client.flush(2);
+    drop(client);
+    daemon.stop();
+    let pushed = done(&mut archive(
+        &elsewhere,
+        &format!("push replica/disk.img.wal {url} --json"),
+    ));
+    assert_eq!(number(&pushed, "lsn"), number(&promoted, "lsn") + 1);
+    let (_, errors) = refused(&elsewhere, &format!("follow {url} replica"));
+    assert!(errors.contains("the directory is not empty"), "{errors}");
 }
 
 #[test]

@@ -1,0 +1,614 @@
+//! A replica: a directory that has all disks of an archived log, and follows it.
+//!
+//! It begins as a restore does. Then each new part goes to the segments, and the control file takes
+//! the log's new end over. When the archive has newer images, the chunks in which they differ are
+//! fetched, and the segments before them go. Between two ticks the replica is a log as a kill leaves
+//! it, which anybody may read.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::fs::{self, File, TryLockError};
+use std::os::unix::fs::FileExt;
+use std::path::{Path, PathBuf};
+use std::time::{Duration, Instant};
+
+use serde::{Deserialize, Serialize};
+use walvisor_storage::{
+    AssembledLog, Commit, LockedLog, LogParts, LogRoot, Point, segment_path, write_segment,
+};
+
+use crate::epoch::{self, Claim};
+use crate::error::{Error, ErrorKind, Result};
+use crate::layout::{self, Place};
+use crate::line::{Catalog, find_part, read_base, read_part};
+use crate::object::{self, BaseHeader, BaseImage, PartHeader};
+use crate::remote::Archive;
+use crate::restore::{
+    LogReader, Plan, Progress, RestoredDisk, clear_log, fetch_chunk, image_paths, log_dir_of,
+    new_file, refuse_occupied, write_note,
+};
+use crate::uploader::{host, now_us, random};
+
+/// What the replica in a directory is of, and how far it is.
+pub(crate) const NOTE: &str = "walvisor-replica.json";
+/// The archive is searched for newer images after this time.
+const SEARCH: Duration = Duration::from_secs(if cfg!(test) { 0 } else { 600 });
+/// One that was lost to another epoch is searched for its new line more often.
+const LOST_SEARCH: Duration = Duration::from_secs(if cfg!(test) { 0 } else { 10 });
+/// Most parts that are taken at once, of 8 MiB or so each.
+const TICK_PARTS: usize = 16;
+/// The replica notes how far its images are after so many chunks.
+const NOTED_CHUNKS: usize = 64;
+
+/// What a replica has.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct ReplicaState {
+    /// The newest record.
+    pub last: Commit,
+    /// Records that came with this tick.
+    pub records: u64,
+    /// Whether the archive has nothing newer.
+    pub caught_up: bool,
+    /// When the newest part was made, in microseconds since 1970, by the clock of the machine that
+    /// has sent it.
+    pub made_us: u64,
+}
+
+/// A directory that follows an archive.
+pub struct Replica<'a> {
+    archive: &'a Archive,
+    dir: PathBuf,
+    /// Locked while this one follows.
+    _lock: File,
+    note: Note,
+    base: BaseHeader,
+    reader: LogReader,
+    images: Vec<PathBuf>,
+    log_dir: PathBuf,
+    /// The newest part that the replica has, and when it was made.
+    at: Place,
+    made_us: u64,
+    searched: Instant,
+    /// Segment files that have changed since the control file was written.
+    changed: BTreeSet<u32>,
+    /// The log has been as far as this, and must not end before it.
+    reached: u64,
+}
+
+#[derive(Clone, Debug, Default, Serialize, Deserialize)]
+struct Note {
+    archive: String,
+    /// The images are those of this base, or become them.
+    base: Option<Place>,
+    /// What they were before.
+    before: Option<Place>,
+    /// For each image, the chunks that are those of `base`.
+    chunks: Vec<usize>,
+    /// Whether all are.
+    complete: bool,
+    /// SHA-256 of what the control file says, or may say already.
+    roots: Vec<String>,
+    /// Which segment file has which sequence.
+    slots: BTreeMap<u64, u32>,
+    /// The newest part that the log has.
+    at: Option<Place>,
+}
+
+impl<'a> Replica<'a> {
+    /// Makes a replica in a new directory, or goes on with the one that is there. As of the newest
+    /// point that the archive has; see [`tick`](Self::tick).
+    ///
+    /// # Errors
+    /// [`ErrorKind::NotFound`] if there is no archive, or its first images are not complete;
+    /// [`ErrorKind::InvalidInput`] if something else is in the directory, another process follows
+    /// there, or the replica was opened to be written; [`ErrorKind::Damaged`] if an object is
+    /// missing or wrong.
+    pub fn open(archive: &'a Archive, dir: &Path, progress: Progress<'_>) -> Result<Self> {
+        let made = fs::create_dir_all(dir);
+        made.map_err(|error| Error::local("make the directory", dir, error))?;
+        let lock = lock(dir)?;
+        let note = match fs::read(dir.join(NOTE)) {
+            Ok(text) => serde_json::from_slice(&text).map_err(|error| {
+                let path = dir.join(NOTE);
+                let message = format!("{}: {error}; follow in a new directory", path.display());
+                Error::new(ErrorKind::Local, message)
+            })?,
+            Err(_) => {
+                refuse_occupied(dir)?;
+                Note {
+                    archive: archive.shown().to_owned(),
+                    ..Note::default()
+                }
+            }
+        };
+        if note.archive != archive.shown() {
+            let message = format!(
+                "{}: the replica there is of {}; name another directory",
+                dir.display(),
+                note.archive
+            );
+            return Err(Error::new(ErrorKind::InvalidInput, message));
+        }
+        let plan = archive.block_on(Plan::find(archive, Point::Newest))?;
+        let mut replica = Self {
+            archive,
+            dir: dir.to_owned(),
+            _lock: lock,
+            note,
+            images: image_paths(dir, &plan.base.images),
+            log_dir: PathBuf::new(),
+            reader: LogReader::new(&plan.base, &plan.root, Point::Newest),
+            base: plan.base.clone(),
+            at: plan.base.first_part,
+            made_us: 0,
+            searched: Instant::now(),
+            changed: BTreeSet::new(),
+            reached: 0,
+        };
+        replica.log_dir = log_dir_of(dir, &replica.images);
+        replica.refuse_opened()?;
+        if !replica.resume(&plan)? {
+            replica.fill(&plan, progress)?;
+        }
+        Ok(replica)
+    }
+
+    /// The log's directory.
+    pub fn log_dir(&self) -> &Path {
+        &self.log_dir
+    }
+
+    /// The disks.
+    pub fn disks(&self) -> Vec<RestoredDisk> {
+        let disks = self.images.iter().zip(&self.base.images);
+        let disk = |(path, image): (&PathBuf, &BaseImage)| RestoredDisk {
+            path: path.clone(),
+            bytes: image.bytes,
+        };
+        disks.map(disk).collect()
+    }
+
+    /// Fetches what the archive has got since, or the first of it. What failed is done by the next
+    /// call.
+    ///
+    /// # Errors
+    /// [`ErrorKind::Unavailable`] if the store does not answer; [`ErrorKind::InUse`] if somebody
+    /// reads the replica; as [`open`](Self::open).
+    pub fn tick(&mut self) -> Result<ReplicaState> {
+        self.step(false)
+    }
+
+    /// As [`tick`](Self::tick). `search`: whether to search the archive for newer images and other
+    /// writers in any case.
+    fn step(&mut self, search: bool) -> Result<ReplicaState> {
+        if !self.note.complete {
+            // An earlier call has failed in the middle.
+            let plan = Plan::find(self.archive, Point::Newest);
+            let plan = self.archive.block_on(plan)?;
+            self.fill(&plan, &mut |_, _| {})?;
+        }
+        let before = self.reader.last.lsn;
+        let parts = self.parts_behind(self.at)?;
+        let all = parts.len() < TICK_PARTS;
+        // After the parts: who claims the archive later has seen them.
+        let claimed = layout::epoch(self.at.epoch + 1);
+        let claimed = self.archive.block_on(self.archive.has(&claimed))?;
+        if !claimed {
+            self.take(parts)?;
+        }
+        let wait = if claimed { LOST_SEARCH } else { SEARCH };
+        let mut caught_up = all && !claimed;
+        if search || all && self.searched.elapsed() >= wait {
+            let plan = Plan::find(self.archive, Point::Newest);
+            let plan = self.archive.block_on(plan)?;
+            self.turn_to(&plan)?;
+            caught_up = plan.line.end() == Some(self.at);
+            self.searched = Instant::now();
+        }
+        Ok(ReplicaState {
+            last: self.reader.last,
+            records: self.reader.last.lsn.saturating_sub(before),
+            caught_up,
+            made_us: self.made_us,
+        })
+    }
+
+    /// The parts that follow one in its epoch, or the first of them.
+    fn parts_behind(&self, mut at: Place) -> Result<Vec<(PartHeader, Vec<u8>)>> {
+        let mut parts = Vec::new();
+        while parts.len() < TICK_PARTS {
+            at = at.next();
+            let Some(part) = self.archive.block_on(find_part(self.archive, at))? else {
+                break;
+            };
+            parts.push(part);
+        }
+        Ok(parts)
+    }
+
+    /// Makes the replica a log of its own, with all that the archive has. Claims the archive first,
+    /// so that the machine that has sent all this stops. Returns the newest record.
+    ///
+    /// # Errors
+    /// As [`tick`](Self::tick). It stays a replica then; say it again.
+    pub fn promote(mut self) -> Result<Commit> {
+        loop {
+            while !self.step(true)?.caught_up {}
+            let catalog = self.archive.block_on(Catalog::read(self.archive))?;
+            let host = host();
+            let claim = Claim {
+                epoch: catalog.newest().map_or(0, |newest| newest.epoch) + 1,
+                writer: random()?,
+                owner: format!(
+                    "process {} on {host} (a promoted replica)",
+                    std::process::id()
+                ),
+                host,
+                after: Some(self.at),
+                made_us: now_us(),
+            };
+            match self.archive.block_on(epoch::claim(self.archive, &claim)) {
+                // Somebody else came first.
+                Err(error) if error.kind() == ErrorKind::Fenced => continue,
+                claimed => claimed?,
+            }
+            // The writer before may have sent more, before it knew.
+            let late = self.parts_behind(self.at)?;
+            if late.is_empty() {
+                break;
+            }
+            self.take(late)?;
+        }
+        let note = self.dir.join(NOTE);
+        fs::remove_file(&note).map_err(|error| Error::local("remove", &note, error))?;
+        Ok(self.reader.last)
+    }
+
+    /// Goes on with a replica whose images are complete, if the archive still leads on from it.
+    fn resume(&mut self, plan: &Plan<'a>) -> Result<bool> {
+        let Some(base) = self.note.base.filter(|_| self.note.complete) else {
+            return Ok(false);
+        };
+        let Some(lock) = self.lock_log()? else {
+            return Ok(false);
+        };
+        let (base, root) = match self.archive.block_on(read_base(self.archive, base)) {
+            Err(error) if error.kind() == ErrorKind::Damaged => return Ok(false),
+            read => read?,
+        };
+        if !plan.line.leads(&base) || !self.note.at.is_some_and(|at| plan.line.has(at)) {
+            return Ok(false);
+        }
+        self.reached = lock.root().durable_lsn();
+        drop(lock);
+        self.reader = LogReader::new(&base, &LogRoot::decode(&root)?, Point::Newest);
+        self.base = base;
+        self.read_line(plan)?;
+        Ok(true)
+    }
+
+    /// Makes the images those of the plan's base, and the log anew.
+    fn fill(&mut self, plan: &Plan<'a>, progress: Progress<'_>) -> Result<()> {
+        let lock = self.lock_log()?;
+        if self.note.base != Some(plan.base.at) {
+            // What is half of one base and half of another is not known well enough.
+            self.note.before = self.note.base.filter(|_| self.note.complete);
+            self.note.base = Some(plan.base.at);
+            self.note.chunks = vec![0; plan.base.images.len()];
+        }
+        self.note.complete = false;
+        self.note.roots.clear();
+        self.note.slots.clear();
+        self.write_note()?;
+        clear_log(&self.log_dir)?;
+        drop(lock);
+        self.images = image_paths(&self.dir, &plan.base.images);
+        let log_dir = log_dir_of(&self.dir, &self.images);
+        if log_dir != self.log_dir {
+            let removed = fs::remove_dir(&self.log_dir);
+            removed.map_err(|error| Error::local("remove", &self.log_dir, error))?;
+            self.log_dir = log_dir;
+            clear_log(&self.log_dir)?;
+        }
+        self.fetch_images(plan, progress)?;
+        self.note.complete = true;
+        self.write_note()?;
+        self.changed.clear();
+        self.reached = 0;
+        self.reader = LogReader::new(&plan.base, &plan.root, Point::Newest);
+        self.base = plan.base.clone();
+        let read = self.read_line(plan);
+        read.inspect_err(|_| self.note.complete = false)
+    }
+
+    /// Takes all parts of the plan's line since the base.
+    fn read_line(&mut self, plan: &Plan<'a>) -> Result<()> {
+        let mut parts = plan.line.from(self.base.first_part).peekable();
+        while parts.peek().is_some() {
+            let some: Vec<Place> = parts.by_ref().take(TICK_PARTS).collect();
+            let mut read = Vec::new();
+            let requests = some.into_iter().map(|at| read_part(self.archive, at));
+            plan.carry_out(self.archive.in_order(requests, |part| {
+                read.push(part);
+                Ok(true)
+            }))?;
+            self.take(read)?;
+        }
+        Ok(())
+    }
+
+    /// Takes parts that follow what the replica has.
+    fn take(&mut self, parts: Vec<(PartHeader, Vec<u8>)>) -> Result<()> {
+        if parts.is_empty() {
+            return Ok(());
+        }
+        let mut lock = self.lock_log()?;
+        let taken = self.write_parts(&parts, lock.as_mut());
+        // What was read can't be read again.
+        taken.inspect_err(|_| self.note.complete = false)
+    }
+
+    fn write_parts(
+        &mut self,
+        parts: &[(PartHeader, Vec<u8>)],
+        lock: Option<&mut LockedLog>,
+    ) -> Result<()> {
+        let segment_size = self.reader.roots[0].segment_size();
+        for (header, body) in parts {
+            let (slots, log_dir) = (&mut self.note.slots, &self.log_dir);
+            let changed = &mut self.changed;
+            self.reader
+                .take(header, body, &mut |sequence, offset, bytes| {
+                    let slot = slot_of(slots, log_dir, sequence)?;
+                    changed.insert(slot);
+                    Ok(write_segment(log_dir, slot, segment_size, offset, bytes)?)
+                })?;
+            (self.at, self.made_us) = (header.at, header.made_us);
+        }
+        // Before, the images may have what the log lacks.
+        if self.reader.last.lsn >= self.base.exact.lsn.max(self.reached) {
+            self.note.at = Some(self.at);
+            self.install(lock, self.base.images_lsn)?;
+        }
+        Ok(())
+    }
+
+    /// Lets the log end where the reader is.
+    fn install(&mut self, lock: Option<&mut LockedLog>, images_lsn: u64) -> Result<()> {
+        let ids = self.base.images.iter().map(|image| image.disk_id);
+        let copies: Vec<(u32, PathBuf)> = ids.zip(self.images.iter().cloned()).collect();
+        let log = AssembledLog::new(
+            &self.log_dir,
+            &LogParts {
+                roots: &self.reader.roots,
+                images_lsn,
+                first_sequence: self.reader.first_sequence,
+                segments: self.note.slots.values().max().map_or(0, |slot| slot + 1),
+                last: self.reader.last,
+                until: u64::MAX,
+                until_us: u64::MAX,
+                images: &copies,
+            },
+        )?;
+        self.note.roots.push(digest(log.root()));
+        self.write_note()?;
+        match lock {
+            Some(lock) => {
+                let changed: Vec<u32> = self.changed.iter().copied().collect();
+                log.replace(lock, &changed)?;
+            }
+            None => log.create()?,
+        }
+        self.changed.clear();
+        // The next write of the note tells so.
+        self.note.roots.drain(..self.note.roots.len() - 1);
+        Ok(())
+    }
+
+    /// The archive may have newer images, or another writer.
+    fn turn_to(&mut self, plan: &Plan<'a>) -> Result<()> {
+        if !plan.line.has(self.at) || !plan.line.leads(&self.base) {
+            // What the replica has was sent by one that had lost the archive.
+            return self.fill(plan, &mut |_, _| {});
+        }
+        let mut parts = Vec::new();
+        let next = plan.line.from(self.at).skip(1).take(TICK_PARTS);
+        let requests = next.map(|at| read_part(self.archive, at));
+        self.archive
+            .block_on(self.archive.in_order(requests, |part| {
+                parts.push(part);
+                Ok(true)
+            }))?;
+        self.take(parts)?;
+        let newer = plan.base.at != self.base.at && plan.base.exact.lsn > self.base.exact.lsn;
+        if newer && plan.base.exact.lsn <= self.reader.last.lsn {
+            self.rebase(plan)?;
+        }
+        Ok(())
+    }
+
+    /// Takes newer images over, and gives the log before them up. The log goes on to lead from
+    /// either images to its end meanwhile.
+    fn rebase(&mut self, plan: &Plan<'a>) -> Result<()> {
+        let mut lock = self.lock_log()?;
+        if image_paths(&self.dir, &plan.base.images) != self.images {
+            drop(lock);
+            return self.fill(plan, &mut |_, _| {});
+        }
+        self.base.images_lsn = self.base.images_lsn.max(plan.base.images_lsn);
+        self.install(lock.as_mut(), self.base.images_lsn)?;
+        self.note.before = Some(self.base.at);
+        self.note.base = Some(plan.base.at);
+        self.note.chunks = vec![0; self.images.len()];
+        self.note.complete = false;
+        self.write_note()?;
+        self.fetch_images(plan, &mut |_, _| {})?;
+        self.base = plan.base.clone();
+        self.reader.first_sequence = plan.base.first_sequence;
+        self.reader.roots[0] = plan.root.clone();
+        let kept = self.note.slots.split_off(&plan.base.first_sequence);
+        let gone = std::mem::replace(&mut self.note.slots, kept);
+        self.note.complete = true;
+        let installed = self.install(lock.as_mut(), self.base.images_lsn);
+        installed.inspect_err(|_| self.note.complete = false)?;
+        for slot in gone.into_values() {
+            remove_segment(&self.log_dir, slot)?;
+        }
+        Ok(())
+    }
+
+    /// Makes the images those of the plan's base: fetches the chunks that differ.
+    fn fetch_images(&mut self, plan: &Plan<'a>, progress: Progress<'_>) -> Result<()> {
+        let before = match self.note.before {
+            Some(before) => match self.archive.block_on(read_base(self.archive, before)) {
+                Err(error) if error.kind() == ErrorKind::Damaged => None,
+                read => Some(read?.0.images),
+            },
+            None => None,
+        };
+        // Other disks, or other names: nothing is known of what is there.
+        let names = |images: &[BaseImage]| -> Vec<(u32, String)> {
+            let names = images
+                .iter()
+                .map(|image| (image.disk_id, image.name.clone()));
+            names.collect()
+        };
+        let before = before.filter(|before| names(before) == names(&plan.base.images));
+        let total: u64 = plan.base.images.iter().map(|image| image.bytes).sum();
+        let mut passed = 0;
+        for (i, image) in plan.base.images.iter().enumerate() {
+            let path = self.images[i].clone();
+            let done = self.note.chunks[i];
+            let known = before.as_ref().map(|before| &before[i].chunks);
+            if known.is_none() && done == 0 {
+                let removed = fs::remove_file(&path);
+                let removed = removed.or_else(missing_is_fine);
+                removed.map_err(|error| Error::local("remove", &path, error))?;
+            }
+            let file = new_file(&path, image.bytes)?;
+            let same = |number: usize| match known {
+                Some(known) => known.get(number) == image.chunks.get(number),
+                None => image.chunks[number].is_none(),
+            };
+            passed += (done as u64 * plan.base.chunk_bytes).min(image.bytes);
+            progress(passed, total);
+            let wanted = image.chunks.iter().enumerate().skip(done);
+            let wanted: Vec<_> = wanted.filter(|(number, _)| !same(*number)).collect();
+            let requests = wanted
+                .into_iter()
+                .map(|(number, hash)| fetch_chunk(self.archive, &plan.base, image, number, hash));
+            let (note, dir, mut fetched) = (&mut self.note, &self.dir, 0);
+            let each = |(number, bytes): (usize, Option<Vec<u8>>)| {
+                let bytes =
+                    bytes.unwrap_or_else(|| vec![0; plan.base.chunk_len(image, number) as usize]);
+                let written = file.write_all_at(&bytes, number as u64 * plan.base.chunk_bytes);
+                written.map_err(|error| Error::local("write", &path, error))?;
+                fetched += 1;
+                if fetched % NOTED_CHUNKS == 0 {
+                    let synced = file.sync_data();
+                    synced.map_err(|error| Error::local("sync", &path, error))?;
+                    note.chunks[i] = number + 1;
+                    write_note(dir, NOTE, note)?;
+                }
+                progress(passed + number as u64 * plan.base.chunk_bytes, total);
+                Ok(true)
+            };
+            plan.carry_out(self.archive.in_order(requests, each))?;
+            let synced = file.sync_data();
+            synced.map_err(|error| Error::local("sync", &path, error))?;
+            self.note.chunks[i] = image.chunks.len();
+            passed += image.bytes - (done as u64 * plan.base.chunk_bytes).min(image.bytes);
+            progress(passed, total);
+        }
+        Ok(())
+    }
+
+    /// Locks the log, if it is there already.
+    fn lock_log(&self) -> Result<Option<LockedLog>> {
+        match LockedLog::lock(&self.log_dir) {
+            Ok(lock) => {
+                self.refuse_other(&lock.root())?;
+                Ok(Some(lock))
+            }
+            Err(error) if error.kind() == walvisor_storage::ErrorKind::NotFound => Ok(None),
+            Err(error) if error.kind() == walvisor_storage::ErrorKind::Locked => {
+                Err(Error::new(ErrorKind::InUse, error.to_string()))
+            }
+            Err(error) => Err(error.into()),
+        }
+    }
+
+    /// Refuses a replica that was opened to be written: what it has got since is nowhere else.
+    fn refuse_opened(&self) -> Result<()> {
+        match LogRoot::read(&self.log_dir) {
+            Ok(root) => self.refuse_other(&root),
+            Err(error) if error.kind() == walvisor_storage::ErrorKind::NotFound => Ok(()),
+            Err(error) => Err(error.into()),
+        }
+    }
+
+    fn refuse_other(&self, root: &LogRoot) -> Result<()> {
+        // No roots: it was about to be made anew.
+        if self.note.roots.is_empty() || self.note.roots.contains(&digest(root)) {
+            return Ok(());
+        }
+        let message = format!(
+            "{}: the replica was opened to be written, so it follows nothing any more; name another directory, or remove \
+             {} to keep it as a log of its own",
+            self.dir.display(),
+            self.dir.join(NOTE).display()
+        );
+        Err(Error::new(ErrorKind::InvalidInput, message))
+    }
+
+    fn write_note(&self) -> Result<()> {
+        write_note(&self.dir, NOTE, &self.note)
+    }
+}
+
+/// Locks the directory against another process that follows there.
+fn lock(dir: &Path) -> Result<File> {
+    let file = File::open(dir).map_err(|error| Error::local("open the directory", dir, error))?;
+    match file.try_lock() {
+        Ok(()) => Ok(file),
+        Err(TryLockError::WouldBlock) => {
+            let message = format!(
+                "{}: another process follows there; end that one first",
+                dir.display()
+            );
+            Err(Error::new(ErrorKind::InvalidInput, message))
+        }
+        Err(TryLockError::Error(error)) => Err(Error::local("lock the directory", dir, error)),
+    }
+}
+
+/// The segment file for a sequence: the lowest that is free, if it has none yet.
+fn slot_of(slots: &mut BTreeMap<u64, u32>, log_dir: &Path, sequence: u64) -> Result<u32> {
+    if let Some(slot) = slots.get(&sequence) {
+        return Ok(*slot);
+    }
+    let taken: BTreeSet<u32> = slots.values().copied().collect();
+    let free = (0..)
+        .find(|slot| !taken.contains(slot))
+        .expect("few segments");
+    // What an earlier attempt has left there is not part of this one.
+    remove_segment(log_dir, free)?;
+    slots.insert(sequence, free);
+    Ok(free)
+}
+
+fn remove_segment(log_dir: &Path, slot: u32) -> Result<()> {
+    let path = segment_path(log_dir, slot);
+    let removed = fs::remove_file(&path).or_else(missing_is_fine);
+    removed.map_err(|error| Error::local("remove", &path, error))
+}
+
+fn missing_is_fine(error: std::io::Error) -> std::io::Result<()> {
+    match error.kind() {
+        std::io::ErrorKind::NotFound => Ok(()),
+        _ => Err(error),
+    }
+}
+
+fn digest(root: &LogRoot) -> String {
+    object::hash(&root.contents())
+}

@@ -1,0 +1,151 @@
+//! Replicas: what they may be used for, and what others do to them meanwhile.
+
+use std::sync::Arc;
+
+use walvisor_storage::{DiskOptions, LockedLog, Point, Retention, Store};
+
+use super::faulty::FaultyStore;
+use super::{Bench, archive_in, bytes_of, copy_images, mark, options, settle, uploader, write};
+use crate::error::{Error, ErrorKind, Result};
+use crate::follow::Replica;
+use crate::remote::Archive;
+
+fn replica<'a>(bench: &Bench, archive: &'a Archive) -> Result<Replica<'a>> {
+    Replica::open(archive, &bench.dir.path().join("replica"), &mut |_, _| {})
+}
+
+fn newest(replica: &Replica<'_>) -> Vec<u8> {
+    bytes_of(&replica.disks()[0].path, replica.log_dir())
+}
+
+/// Writes a sector and makes it durable.
+fn put(store: &Store, byte: u8) {
+    write(&store.disks()[0], 0, byte, 1);
+    mark(&store.disks()[0]);
+}
+
+fn segments(replica: &Replica<'_>) -> usize {
+    let entries = std::fs::read_dir(replica.log_dir()).unwrap();
+    let name = |entry: std::io::Result<std::fs::DirEntry>| entry.unwrap().file_name();
+    let segment = |name: &std::ffi::OsString| name.to_string_lossy().starts_with("segment-");
+    entries.map(name).filter(segment).count()
+}
+
+fn kind<T>(result: Result<T>) -> Option<ErrorKind> {
+    result.err().as_ref().map(Error::kind)
+}
+
+#[test]
+fn a_replica_has_what_the_archive_gets_and_drops_the_log_that_newer_images_have() {
+    let (bench, archive, store) = Bench::in_use(Retention::Nothing);
+    let disk = &store.disks()[0];
+    let mut most = 0;
+    let mut following = None;
+    for round in 1..=20 {
+        // A segment each time.
+        (0..4).for_each(|part| write(disk, part * 128, round, 128));
+        let written = mark(disk);
+        disk.checkpoint().unwrap();
+        if round % 4 == 1 {
+            copy_images(&bench, &archive);
+        } else {
+            settle(&mut uploader(&archive, &bench));
+        }
+        let following = following.get_or_insert_with(|| replica(&bench, &archive).unwrap());
+        let state = loop {
+            let state = following.tick().unwrap();
+            if state.caught_up {
+                break state;
+            }
+        };
+        assert!(state.last.lsn >= written.lsn && state.made_us > 0);
+        let bytes = newest(following);
+        assert_eq!((bytes[0], bytes[511 * 512]), (round, round));
+        most = most.max(segments(following));
+    }
+    assert!((2..8).contains(&most), "{most} segments");
+}
+
+#[test]
+fn a_replica_that_was_opened_to_be_written_is_left_alone() {
+    let (bench, archive, store) = Bench::in_use(Retention::Nothing);
+    put(&store, 1);
+    settle(&mut uploader(&archive, &bench));
+    let mut following = replica(&bench, &archive).unwrap();
+    let (disk, log_dir) = (
+        following.disks()[0].path.clone(),
+        following.log_dir().to_owned(),
+    );
+    // A look changes nothing.
+    assert_eq!(newest(&following)[0], 1);
+    following.tick().unwrap();
+    let opened = [DiskOptions::new(&disk)];
+    let own = Store::open(&log_dir, &opened, &options(Retention::Nothing)).unwrap();
+    put(&own, 9);
+    put(&store, 2);
+    settle(&mut uploader(&archive, &bench));
+    assert_eq!(kind(following.tick()), Some(ErrorKind::InUse));
+    own.close().unwrap();
+    let told = following.tick().unwrap_err();
+    assert_eq!(told.kind(), ErrorKind::InvalidInput);
+    assert!(
+        told.to_string().contains("was opened to be written"),
+        "{told}"
+    );
+    drop(following);
+    assert_eq!(
+        kind(replica(&bench, &archive)),
+        Some(ErrorKind::InvalidInput)
+    );
+    assert_eq!(bytes_of(&disk, &log_dir)[0], 9);
+}
+
+#[test]
+fn a_replica_that_is_read_waits() {
+    let (bench, archive, store) = Bench::in_use(Retention::Nothing);
+    put(&store, 1);
+    settle(&mut uploader(&archive, &bench));
+    let mut replica = replica(&bench, &archive).unwrap();
+    let reader = LockedLog::lock(replica.log_dir()).unwrap();
+    put(&store, 2);
+    settle(&mut uploader(&archive, &bench));
+    assert_eq!(kind(replica.tick()), Some(ErrorKind::InUse));
+    drop(reader);
+    while !replica.tick().unwrap().caught_up {}
+    assert_eq!(newest(&replica)[0], 2);
+}
+
+#[test]
+fn a_directory_has_one_follower_and_nothing_else() {
+    let (bench, archive, _store) = Bench::in_use(Retention::Nothing);
+    settle(&mut uploader(&archive, &bench));
+    let first = replica(&bench, &archive).unwrap();
+    let second = replica(&bench, &archive).err().unwrap().to_string();
+    assert!(
+        second.ends_with("another process follows there; end that one first"),
+        "{second}"
+    );
+    drop(first);
+    assert_eq!(kind(replica(&bench, &archive)), None);
+    let other = Bench::in_use(Retention::Nothing);
+    settle(&mut uploader(&other.1, &other.0));
+    let elsewhere = Replica::open(&archive, other.0.dir.path(), &mut |_, _| {});
+    assert_eq!(kind(elsewhere), Some(ErrorKind::InvalidInput));
+}
+
+/// With keys that may only read, a restore takes no lease, and a replica can't be promoted.
+#[test]
+fn an_archive_that_can_not_be_written_can_be_restored_and_followed() {
+    let (bench, archive, store) = Bench::in_use(Retention::Nothing);
+    put(&store, 1);
+    settle(&mut uploader(&archive, &bench));
+    let read_only = archive_in(Arc::new(FaultyStore::read_only(bench.store.clone())));
+    assert_eq!(bench.bytes_at(&read_only, Point::Newest)[0], 1);
+    let following = replica(&bench, &read_only).unwrap();
+    let disk = following.disks()[0].path.clone();
+    assert_eq!(newest(&following)[0], 1);
+    assert!(following.promote().is_err());
+    // It is still a replica.
+    let following = replica(&bench, &read_only).unwrap();
+    assert_eq!(following.disks()[0].path, disk);
+}
