@@ -24,6 +24,10 @@ pub(crate) struct Claim {
     pub host: String,
     /// The last part before this epoch's own; none: the epoch begins with a base of its own.
     pub after: Option<Place>,
+    /// Whether a replica was promoted with it: then the log that it follows is no more, whether or
+    /// not it could go on.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub promoted: bool,
     /// When it was claimed, by the writer's clock.
     pub made_us: u64,
 }

@@ -23,13 +23,11 @@ use crate::line::{Catalog, find_part, read_base, read_part};
 use crate::object::{self, BaseHeader, BaseImage, PartHeader};
 use crate::remote::Archive;
 use crate::restore::{
-    LogReader, Plan, Progress, RestoredDisk, clear_log, fetch_chunk, image_paths, log_dir_of,
-    new_file, refuse_occupied, write_note,
+    LogReader, Plan, Progress, REPLICA_NOTE, RestoredDisk, clear_log, fetch_chunk, image_paths,
+    log_dir_of, new_file, refuse_occupied, write_note,
 };
 use crate::uploader::{host, now_us, random};
 
-/// What the replica in a directory is of, and how far it is.
-pub(crate) const NOTE: &str = "walvisor-replica.json";
 /// The archive is searched for newer images after this time.
 const SEARCH: Duration = Duration::from_secs(if cfg!(test) { 0 } else { 600 });
 /// One that was lost to another epoch is searched for its new line more often.
@@ -53,6 +51,16 @@ pub struct ReplicaState {
     pub made_us: u64,
 }
 
+/// What a promoted replica has.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Promotion {
+    /// The newest record.
+    pub commit: Commit,
+    /// Whether the archive has newer records, which can't be restored: it has begun anew, and its
+    /// images were not complete.
+    pub left_behind: bool,
+}
+
 /// A directory that follows an archive.
 pub struct Replica<'a> {
     archive: &'a Archive,
@@ -68,6 +76,8 @@ pub struct Replica<'a> {
     at: Place,
     made_us: u64,
     searched: Instant,
+    /// An epoch that was claimed by another writer since.
+    superseded: Option<u64>,
     /// Segment files that have changed since the control file was written.
     changed: BTreeSet<u32>,
     /// The log has been as far as this, and must not end before it.
@@ -91,6 +101,9 @@ struct Note {
     slots: BTreeMap<u64, u32>,
     /// The newest part that the log has.
     at: Option<Place>,
+    /// The names of the images and of the log's directory.
+    images: Vec<PathBuf>,
+    log_dir: PathBuf,
 }
 
 impl<'a> Replica<'a> {
@@ -106,13 +119,15 @@ impl<'a> Replica<'a> {
         let made = fs::create_dir_all(dir);
         made.map_err(|error| Error::local("make the directory", dir, error))?;
         let lock = lock(dir)?;
-        let note = match fs::read(dir.join(NOTE)) {
+        let note = match fs::read(dir.join(REPLICA_NOTE)) {
             Ok(text) => serde_json::from_slice(&text).map_err(|error| {
-                let path = dir.join(NOTE);
+                let path = dir.join(REPLICA_NOTE);
                 let message = format!("{}: {error}; follow in a new directory", path.display());
                 Error::new(ErrorKind::Local, message)
             })?,
             Err(_) => {
+                // The first note may not have got its name.
+                let _ = fs::remove_file(dir.join(format!("{REPLICA_NOTE}.new")));
                 refuse_occupied(dir)?;
                 Note {
                     archive: archive.shown().to_owned(),
@@ -134,18 +149,23 @@ impl<'a> Replica<'a> {
             dir: dir.to_owned(),
             _lock: lock,
             note,
-            images: image_paths(dir, &plan.base.images),
+            images: Vec::new(),
             log_dir: PathBuf::new(),
             reader: LogReader::new(&plan.base, &plan.root, Point::Newest),
             base: plan.base.clone(),
             at: plan.base.first_part,
             made_us: 0,
             searched: Instant::now(),
+            superseded: None,
             changed: BTreeSet::new(),
             reached: 0,
         };
-        replica.log_dir = log_dir_of(dir, &replica.images);
-        replica.refuse_opened()?;
+        if replica.note.base.is_some() {
+            let names = replica.note.images.iter();
+            replica.images = names.map(|name| dir.join(name)).collect();
+            replica.log_dir = dir.join(&replica.note.log_dir);
+            replica.refuse_opened()?;
+        }
         if !replica.resume(&plan)? {
             replica.fill(&plan, progress)?;
         }
@@ -187,22 +207,29 @@ impl<'a> Replica<'a> {
             self.fill(&plan, &mut |_, _| {})?;
         }
         let before = self.reader.last.lsn;
-        let parts = self.parts_behind(self.at)?;
-        let all = parts.len() < TICK_PARTS;
-        // After the parts: who claims the archive later has seen them.
-        let claimed = layout::epoch(self.at.epoch + 1);
-        let claimed = self.archive.block_on(self.archive.has(&claimed))?;
-        if !claimed {
-            self.take(parts)?;
+        let mut all = true;
+        if self.superseded != Some(self.at.epoch) {
+            let parts = self.parts_behind(self.at)?;
+            // After the parts: who claims the archive later has seen them.
+            let claim = layout::epoch(self.at.epoch + 1);
+            if self.archive.block_on(self.archive.has(&claim))? {
+                self.superseded = Some(self.at.epoch);
+            } else {
+                all = parts.len() < TICK_PARTS;
+                self.take(parts)?;
+            }
         }
-        let wait = if claimed { LOST_SEARCH } else { SEARCH };
-        let mut caught_up = all && !claimed;
+        let superseded = self.superseded == Some(self.at.epoch);
+        let wait = if superseded { LOST_SEARCH } else { SEARCH };
+        let mut caught_up = all && !superseded;
         if search || all && self.searched.elapsed() >= wait {
             let plan = Plan::find(self.archive, Point::Newest);
             let plan = self.archive.block_on(plan)?;
             self.turn_to(&plan)?;
             caught_up = plan.line.end() == Some(self.at);
-            self.searched = Instant::now();
+            if caught_up {
+                self.searched = Instant::now();
+            }
         }
         Ok(ReplicaState {
             last: self.reader.last,
@@ -226,41 +253,66 @@ impl<'a> Replica<'a> {
     }
 
     /// Makes the replica a log of its own, with all that the archive has. Claims the archive first,
-    /// so that the machine that has sent all this stops. Returns the newest record.
+    /// so that the machine that has sent all this stops.
     ///
     /// # Errors
     /// As [`tick`](Self::tick). It stays a replica then; say it again.
-    pub fn promote(mut self) -> Result<Commit> {
-        loop {
+    pub fn promote(mut self) -> Result<Promotion> {
+        let left_behind = loop {
             while !self.step(true)?.caught_up {}
-            let catalog = self.archive.block_on(Catalog::read(self.archive))?;
-            let host = host();
+            match self.claim() {
+                // Somebody else came first.
+                Err(error) if error.kind() == ErrorKind::Fenced => {}
+                claimed => break claimed?,
+            }
+        };
+        let note = self.dir.join(REPLICA_NOTE);
+        let removed = fs::remove_file(&note).and_then(|()| File::open(&self.dir)?.sync_all());
+        removed.map_err(|error| Error::local("remove", &note, error))?;
+        Ok(Promotion {
+            commit: self.reader.last,
+            left_behind,
+        })
+    }
+
+    /// Claims the archive behind what the replica has, and again behind what the writer before has
+    /// sent until it knew. Whether the newest epoch before has records that the replica can't have.
+    pub(crate) fn claim(&mut self) -> Result<bool> {
+        let catalog = self.archive.block_on(Catalog::read(self.archive))?;
+        let newest = catalog.newest().map_or(0, |newest| newest.epoch);
+        let follows = catalog.newest().and_then(|newest| newest.after);
+        let host = host();
+        for epoch in newest + 1.. {
             let claim = Claim {
-                epoch: catalog.newest().map_or(0, |newest| newest.epoch) + 1,
+                epoch,
                 writer: random()?,
                 owner: format!(
                     "process {} on {host} (a promoted replica)",
                     std::process::id()
                 ),
-                host,
+                host: host.clone(),
                 after: Some(self.at),
+                promoted: true,
                 made_us: now_us(),
             };
-            match self.archive.block_on(epoch::claim(self.archive, &claim)) {
-                // Somebody else came first.
-                Err(error) if error.kind() == ErrorKind::Fenced => continue,
-                claimed => claimed?,
+            self.archive.block_on(epoch::claim(self.archive, &claim))?;
+            let mut late = self.parts_behind(self.at)?;
+            let next = Place {
+                epoch: newest,
+                number: 0,
+            };
+            if late.is_empty() && newest > self.at.epoch {
+                late = self.parts_behind(next)?;
+                if !late.is_empty() && follows != Some(self.at) {
+                    return Ok(true);
+                }
             }
-            // The writer before may have sent more, before it knew.
-            let late = self.parts_behind(self.at)?;
             if late.is_empty() {
                 break;
             }
             self.take(late)?;
         }
-        let note = self.dir.join(NOTE);
-        fs::remove_file(&note).map_err(|error| Error::local("remove", &note, error))?;
-        Ok(self.reader.last)
+        Ok(false)
     }
 
     /// Goes on with a replica whose images are complete, if the archive still leads on from it.
@@ -278,7 +330,9 @@ impl<'a> Replica<'a> {
         if !plan.line.leads(&base) || !self.note.at.is_some_and(|at| plan.line.has(at)) {
             return Ok(false);
         }
-        self.reached = lock.root().durable_lsn();
+        let root_now = lock.root();
+        self.reached = root_now.durable_lsn();
+        self.drop_segments(root_now.first_sequence())?;
         drop(lock);
         self.reader = LogReader::new(&base, &LogRoot::decode(&root)?, Point::Newest);
         self.base = base;
@@ -288,27 +342,36 @@ impl<'a> Replica<'a> {
 
     /// Makes the images those of the plan's base, and the log anew.
     fn fill(&mut self, plan: &Plan<'a>, progress: Progress<'_>) -> Result<()> {
-        let lock = self.lock_log()?;
+        let images = image_paths(&self.dir, &plan.base.images);
+        let log_dir = log_dir_of(&self.dir, &images);
+        if self.note.base.is_some() {
+            // The note names what the control file says until that is gone: a log that it does not
+            // name is somebody's.
+            let lock = self.lock_log()?;
+            self.remove_control()?;
+            drop(lock);
+            let removed = fs::remove_dir_all(&self.log_dir).or_else(missing_is_fine);
+            removed.map_err(|error| Error::local("remove", &self.log_dir, error))?;
+            for old in self.images.iter().filter(|old| !images.contains(old)) {
+                let removed = fs::remove_file(old).or_else(missing_is_fine);
+                removed.map_err(|error| Error::local("remove", old, error))?;
+            }
+        }
         if self.note.base != Some(plan.base.at) {
             // What is half of one base and half of another is not known well enough.
             self.note.before = self.note.base.filter(|_| self.note.complete);
             self.note.base = Some(plan.base.at);
-            self.note.chunks = vec![0; plan.base.images.len()];
+            self.note.chunks = vec![0; images.len()];
         }
         self.note.complete = false;
         self.note.roots.clear();
         self.note.slots.clear();
+        let name = |path: &PathBuf| PathBuf::from(path.file_name().expect("made of a name"));
+        self.note.images = images.iter().map(name).collect();
+        self.note.log_dir = name(&log_dir);
         self.write_note()?;
+        (self.images, self.log_dir) = (images, log_dir);
         clear_log(&self.log_dir)?;
-        drop(lock);
-        self.images = image_paths(&self.dir, &plan.base.images);
-        let log_dir = log_dir_of(&self.dir, &self.images);
-        if log_dir != self.log_dir {
-            let removed = fs::remove_dir(&self.log_dir);
-            removed.map_err(|error| Error::local("remove", &self.log_dir, error))?;
-            self.log_dir = log_dir;
-            clear_log(&self.log_dir)?;
-        }
         self.fetch_images(plan, progress)?;
         self.note.complete = true;
         self.write_note()?;
@@ -350,8 +413,13 @@ impl<'a> Replica<'a> {
     fn write_parts(
         &mut self,
         parts: &[(PartHeader, Vec<u8>)],
-        lock: Option<&mut LockedLog>,
+        mut lock: Option<&mut LockedLog>,
     ) -> Result<()> {
+        if lock.is_some() && self.has_new_rewind(parts)? {
+            // Without the control file that tells of it, what it has undone would count again.
+            self.remove_control()?;
+            lock = None;
+        }
         let segment_size = self.reader.roots[0].segment_size();
         for (header, body) in parts {
             let (slots, log_dir) = (&mut self.note.slots, &self.log_dir);
@@ -370,6 +438,29 @@ impl<'a> Replica<'a> {
             self.install(lock, self.base.images_lsn)?;
         }
         Ok(())
+    }
+
+    /// Whether a restore in place comes with these parts.
+    fn has_new_rewind(&self, parts: &[(PartHeader, Vec<u8>)]) -> Result<bool> {
+        let known = self
+            .reader
+            .roots
+            .last()
+            .map_or(Vec::new(), LogRoot::rewinds);
+        for (header, body) in parts.iter().filter(|(header, _)| header.root_len > 0) {
+            let root = LogRoot::decode(&body[..header.root_len as usize])?;
+            if root.rewinds().iter().any(|at| !known.contains(at)) {
+                return Ok(true);
+            }
+        }
+        Ok(false)
+    }
+
+    fn remove_control(&self) -> Result<()> {
+        let removed = fs::remove_file(self.log_dir.join("control"))
+            .and_then(|()| File::open(&self.log_dir)?.sync_all());
+        let removed = removed.or_else(missing_is_fine);
+        removed.map_err(|error| Error::local("remove the log", &self.log_dir, error))
     }
 
     /// Lets the log end where the reader is.
@@ -445,12 +536,16 @@ impl<'a> Replica<'a> {
         self.base = plan.base.clone();
         self.reader.first_sequence = plan.base.first_sequence;
         self.reader.roots[0] = plan.root.clone();
-        let kept = self.note.slots.split_off(&plan.base.first_sequence);
-        let gone = std::mem::replace(&mut self.note.slots, kept);
         self.note.complete = true;
         let installed = self.install(lock.as_mut(), self.base.images_lsn);
         installed.inspect_err(|_| self.note.complete = false)?;
-        for slot in gone.into_values() {
+        self.drop_segments(plan.base.first_sequence)
+    }
+
+    /// Removes segments with lower sequences, which the control file does not need any more.
+    fn drop_segments(&mut self, first_sequence: u64) -> Result<()> {
+        let kept = self.note.slots.split_off(&first_sequence);
+        for slot in std::mem::replace(&mut self.note.slots, kept).into_values() {
             remove_segment(&self.log_dir, slot)?;
         }
         Ok(())
@@ -473,18 +568,35 @@ impl<'a> Replica<'a> {
             names.collect()
         };
         let before = before.filter(|before| names(before) == names(&plan.base.images));
+        if before.is_none() && self.note.before.take().is_some() {
+            // So it is not known either what is there already.
+            self.note.chunks.fill(0);
+            self.write_note()?;
+        }
         let total: u64 = plan.base.images.iter().map(|image| image.bytes).sum();
         let mut passed = 0;
         for (i, image) in plan.base.images.iter().enumerate() {
             let path = self.images[i].clone();
             let done = self.note.chunks[i];
             let known = before.as_ref().map(|before| &before[i].chunks);
+            // Until a new image is complete, nobody may take it for one.
+            let unfinished = path.with_file_name(format!(
+                "{}.unfinished",
+                path.file_name().unwrap_or_default().display()
+            ));
+            let target = if known.is_some() { &path } else { &unfinished };
             if known.is_none() && done == 0 {
-                let removed = fs::remove_file(&path);
-                let removed = removed.or_else(missing_is_fine);
-                removed.map_err(|error| Error::local("remove", &path, error))?;
+                for old in [&path, &unfinished] {
+                    let removed = fs::remove_file(old).or_else(missing_is_fine);
+                    removed.map_err(|error| Error::local("remove", old, error))?;
+                }
+            } else if known.is_none() && !unfinished.exists() {
+                // It has got its name.
+                passed += image.bytes;
+                self.note.chunks[i] = image.chunks.len();
+                continue;
             }
-            let file = new_file(&path, image.bytes)?;
+            let file = new_file(target, image.bytes)?;
             let same = |number: usize| match known {
                 Some(known) => known.get(number) == image.chunks.get(number),
                 None => image.chunks[number].is_none(),
@@ -507,7 +619,7 @@ impl<'a> Replica<'a> {
                     let synced = file.sync_data();
                     synced.map_err(|error| Error::local("sync", &path, error))?;
                     note.chunks[i] = number + 1;
-                    write_note(dir, NOTE, note)?;
+                    write_note(dir, REPLICA_NOTE, note)?;
                 }
                 progress(passed + number as u64 * plan.base.chunk_bytes, total);
                 Ok(true)
@@ -515,6 +627,14 @@ impl<'a> Replica<'a> {
             plan.carry_out(self.archive.in_order(requests, each))?;
             let synced = file.sync_data();
             synced.map_err(|error| Error::local("sync", &path, error))?;
+            if known.is_none() {
+                // A later call must not take it for one that has not begun.
+                self.note.chunks[i] = done.max(1);
+                self.write_note()?;
+                let named =
+                    fs::rename(&unfinished, &path).and_then(|()| File::open(&self.dir)?.sync_all());
+                named.map_err(|error| Error::local("rename", &unfinished, error))?;
+            }
             self.note.chunks[i] = image.chunks.len();
             passed += image.bytes - (done as u64 * plan.base.chunk_bytes).min(image.bytes);
             progress(passed, total);
@@ -547,21 +667,20 @@ impl<'a> Replica<'a> {
     }
 
     fn refuse_other(&self, root: &LogRoot) -> Result<()> {
-        // No roots: it was about to be made anew.
-        if self.note.roots.is_empty() || self.note.roots.contains(&digest(root)) {
+        if self.note.roots.contains(&digest(root)) {
             return Ok(());
         }
         let message = format!(
             "{}: the replica was opened to be written, so it follows nothing any more; name another directory, or remove \
              {} to keep it as a log of its own",
             self.dir.display(),
-            self.dir.join(NOTE).display()
+            self.dir.join(REPLICA_NOTE).display()
         );
         Err(Error::new(ErrorKind::InvalidInput, message))
     }
 
     fn write_note(&self) -> Result<()> {
-        write_note(&self.dir, NOTE, &self.note)
+        write_note(&self.dir, REPLICA_NOTE, &self.note)
     }
 }
 

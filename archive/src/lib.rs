@@ -29,7 +29,7 @@ mod url;
 pub use base::{BaseProgress, CHUNK_BYTES};
 pub use error::{Error, ErrorKind, Result};
 pub use expire::{ExpireOptions, ExpireReport, expire};
-pub use follow::{Replica, ReplicaState};
+pub use follow::{Promotion, Replica, ReplicaState};
 pub use remote::{Archive, Traffic};
 pub use restore::{RestoreReport, RestoredDisk, restore, verify};
 pub use survey::{ArchiveBase, ArchiveEnd, Survey, survey};

@@ -136,6 +136,17 @@ impl Catalog {
         self.claims.values().next_back()
     }
 
+    /// The claim with which a replica was promoted elsewhere since this machine has last had the
+    /// archive.
+    pub(crate) fn promoted_since(&self, host: &str) -> Option<&Claim> {
+        let since = self
+            .claims
+            .values()
+            .rev()
+            .take_while(|claim| claim.host != host);
+        since.into_iter().find(|claim| claim.promoted)
+    }
+
     /// The manifests of base images, in the order of their places.
     pub(crate) async fn read_bases(&self, archive: &Archive) -> Result<Vec<BaseHeader>> {
         let mut bases = Vec::new();
@@ -283,6 +294,7 @@ mod tests {
             owner: String::new(),
             host: String::new(),
             after: after.map(place),
+            promoted: false,
             made_us: 0,
         };
         Catalog {

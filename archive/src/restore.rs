@@ -25,6 +25,8 @@ use crate::remote::Archive;
 
 /// The note of a restore that has not ended, in its directory.
 const NOTE: &str = "walvisor-restore.json";
+/// The note of a replica, in its directory.
+pub(crate) const REPLICA_NOTE: &str = "walvisor-replica.json";
 /// A restore notes how far it is after so many chunks.
 const NOTED_CHUNKS: usize = 64;
 
@@ -520,7 +522,7 @@ pub(crate) fn write_note(dir: &Path, name: &str, note: &impl Serialize) -> Resul
 
 /// Where the images go: the names they had, made different where two are the same.
 pub(crate) fn image_paths(dir: &Path, images: &[BaseImage]) -> Vec<PathBuf> {
-    let mut taken = vec![NOTE.to_owned(), crate::follow::NOTE.to_owned()];
+    let mut taken = vec![NOTE.to_owned(), REPLICA_NOTE.to_owned()];
     let paths = images.iter().map(|image| {
         // A name from the store must not lead out of the directory.
         let plain = Path::new(&image.name).file_name();

@@ -166,6 +166,12 @@ impl<'a> Uploader<'a> {
         let newest = catalog.as_ref().and_then(Catalog::newest);
         let epoch = newest.map_or(1, |newest| newest.epoch + 1);
         let host = host();
+        let promoted = catalog
+            .as_ref()
+            .and_then(|catalog| catalog.promoted_since(&host));
+        if let Some(promoted) = promoted.filter(|_| !options.take_over) {
+            return Err(not_ours(archive, &promoted.owner));
+        }
         let stranger = newest.filter(|newest| newest.host != host);
         let stranger = stranger.map(|newest| newest.owner.clone());
         let mut claim = Claim {
@@ -174,6 +180,7 @@ impl<'a> Uploader<'a> {
             owner: format!("process {} on {host}", std::process::id()),
             host,
             after: None,
+            promoted: false,
             made_us: now_us(),
         };
         let mut chunks = HashSet::new();
@@ -613,6 +620,7 @@ impl<'a> Uploader<'a> {
         let claim = Claim {
             epoch: self.claim.epoch + 1,
             after: None,
+            promoted: false,
             made_us: now_us(),
             ..self.claim.clone()
         };

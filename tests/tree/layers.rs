@@ -64,6 +64,7 @@ const ARCHIVE: &[&[&str]] = &[
     &["uploader"],
     &["expire"],
     &["restore", "survey"],
+    &["follow"],
 ];
 
 /// Modules of `vmm`.

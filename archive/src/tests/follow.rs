@@ -2,13 +2,17 @@
 
 use std::sync::Arc;
 
-use walvisor_storage::{DiskOptions, LockedLog, Point, Retention, Store};
+use walvisor_storage::{DiskOptions, LockedLog, Operation, Point, Retention, Store};
+use walvisor_testkit::queue;
 
 use super::faulty::FaultyStore;
 use super::{Bench, archive_in, bytes_of, copy_images, mark, options, settle, uploader, write};
+use crate::epoch::Claim;
 use crate::error::{Error, ErrorKind, Result};
 use crate::follow::Replica;
+use crate::layout::{self, Place};
 use crate::remote::Archive;
+use crate::uploader::{UploadOptions, Uploader};
 
 fn replica<'a>(bench: &Bench, archive: &'a Archive) -> Result<Replica<'a>> {
     Replica::open(archive, &bench.dir.path().join("replica"), &mut |_, _| {})
@@ -148,4 +152,102 @@ fn an_archive_that_can_not_be_written_can_be_restored_and_followed() {
     // It is still a replica.
     let following = replica(&bench, &read_only).unwrap();
     assert_eq!(following.disks()[0].path, disk);
+}
+
+#[test]
+fn what_the_old_host_has_sent_until_it_knew_is_promoted_too() {
+    let (bench, archive, store) = Bench::in_use(Retention::Nothing);
+    put(&store, 1);
+    let mut up = uploader(&archive, &bench);
+    settle(&mut up);
+    let mut following = replica(&bench, &archive).unwrap();
+    for byte in 2..5 {
+        put(&store, byte);
+        settle(&mut up);
+    }
+    // Also those of a writer that came between.
+    drop(up);
+    let mut up = uploader(&archive, &bench);
+    put(&store, 5);
+    settle(&mut up);
+    assert!(!following.claim().unwrap());
+    assert_eq!(newest(&following)[0], 5);
+    put(&store, 6);
+    let fenced = (0..5).find_map(|_| up.tick().err()).unwrap();
+    assert_eq!(fenced.kind(), ErrorKind::Fenced);
+    let (disk, log_dir) = (
+        following.disks()[0].path.clone(),
+        following.log_dir().to_owned(),
+    );
+    assert!(!following.promote().unwrap().left_behind);
+    // What was sent before the old host knew may count, and needs not.
+    assert!([5, 6].contains(&bytes_of(&disk, &log_dir)[0]));
+}
+
+/// The old host's push is started anew, and its log could go on where the replica was promoted.
+#[test]
+fn the_old_host_does_not_take_the_archive_back() {
+    let (bench, archive, store) = Bench::in_use(Retention::Nothing);
+    put(&store, 1);
+    settle(&mut uploader(&archive, &bench));
+    replica(&bench, &archive).unwrap().promote().unwrap();
+    // As if it were another machine.
+    let name = layout::epoch(2);
+    let claim = archive.block_on(archive.need(&name)).unwrap();
+    let mut claim = Claim::of(&claim, &name).unwrap();
+    claim.host = "elsewhere".to_owned();
+    let claim = serde_json::to_vec(&claim).unwrap().into();
+    archive.block_on(archive.put(&name, &claim)).unwrap();
+    put(&store, 2);
+    let back = Uploader::new(&archive, &bench.log(), UploadOptions::default());
+    assert!(back.err().unwrap().to_string().contains("--take-over"));
+    let options = UploadOptions {
+        take_over: true,
+        ..UploadOptions::default()
+    };
+    settle(&mut Uploader::new(&archive, &bench.log(), options).unwrap());
+    // Now it has the archive.
+    settle(&mut uploader(&archive, &bench));
+}
+
+/// A copy of the images that was half taken over, from images that have expired since.
+#[test]
+fn zeroes_replace_what_the_images_had_before() {
+    let (bench, archive, store) = Bench::in_use(Retention::Nothing);
+    put(&store, 1);
+    store.disks()[0].checkpoint().unwrap();
+    copy_images(&bench, &archive);
+    let following = replica(&bench, &archive).unwrap();
+    let path = following.disks()[0].path.clone();
+    drop(following);
+    let mut port = store.disks()[0].open_port().unwrap();
+    queue::run(
+        &mut port,
+        Operation::Discard {
+            sector: 0,
+            sectors: super::SECTORS as u32,
+        },
+    )
+    .unwrap();
+    drop(port);
+    mark(&store.disks()[0]);
+    store.disks()[0].checkpoint().unwrap();
+    copy_images(&bench, &archive);
+    let base = layout::base(Place {
+        epoch: 1,
+        number: 1,
+    });
+    archive.block_on(archive.remove(&base)).unwrap();
+    // As a kill leaves it that has noted a chunk.
+    let note = path.with_file_name("walvisor-replica.json");
+    let text = std::fs::read(&note).unwrap();
+    let mut noted: serde_json::Value = serde_json::from_slice(&text).unwrap();
+    noted["before"] = noted["base"].take();
+    noted["base"] = serde_json::json!({ "epoch": 2, "number": 1 });
+    noted["complete"] = false.into();
+    noted["chunks"] = serde_json::json!([1]);
+    std::fs::write(&note, noted.to_string()).unwrap();
+    let following = replica(&bench, &archive).unwrap();
+    assert_eq!(newest(&following)[0], 0);
+    assert_eq!(std::fs::read(path).unwrap()[0], 0);
 }

@@ -310,7 +310,7 @@ fn promote(history: &History, archive: &Archive, mut up: Uploader<'_>) {
     let dir = history.bench.dir.path().join("replica");
     let replica = Replica::open(archive, &dir, &mut |_, _| {}).unwrap();
     let (disks, log_dir) = (replica.disks(), replica.log_dir().to_owned());
-    assert_eq!(replica.promote().unwrap().lsn, newest);
+    assert_eq!(replica.promote().unwrap().commit.lsn, newest);
     history.judge_disks(&disks, &log_dir, wanted);
     mark(&history.store().disks()[0]);
     let fenced = (0..20).find_map(|_| up.tick().err());

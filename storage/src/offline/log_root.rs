@@ -293,11 +293,16 @@ pub fn write_segment(
 ) -> Result<()> {
     let path = Segment::path(log_dir, slot);
     let write = || {
-        let file = files().open(&path, OpenMode::Kept { mode: OWNER })?;
-        if file.len()? != segment_size {
+        if !files().exists(&path)? {
+            // One that is too short would be a damaged log.
+            let unfinished = path.with_extension("new");
+            let file = files().open(&unfinished, OpenMode::Emptied)?;
             file.set_len(segment_size)?;
             file.allocate(segment_size)?;
+            file.sync_all()?;
+            files().rename(&unfinished, &path)?;
         }
+        let file = files().open(&path, OpenMode::Kept { mode: OWNER })?;
         file.write_all_at(bytes, offset)
     };
     write().map_err(|error| Error::io("write the log segment", &path, error))
@@ -347,6 +352,10 @@ impl AssembledLog {
     pub fn replace(self, lock: &mut LockedLog, changed: &[u32]) -> Result<()> {
         for slot in changed {
             sync_segment(&Segment::path(&self.log_dir, *slot))?;
+        }
+        if !changed.is_empty() {
+            // Some may be new.
+            filesystem::sync_dir(&self.log_dir)?;
         }
         lock.0.change_both(|control| *control = self.root.control)
     }

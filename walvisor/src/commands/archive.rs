@@ -501,7 +501,7 @@ fn follow_archive(
                 if state.records > 0 {
                     report_followed(&state, json);
                 }
-                if state.caught_up {
+                if state.caught_up || state.records == 0 {
                     std::thread::sleep(interval.saturating_sub(begun.elapsed()));
                 }
             }
@@ -544,10 +544,16 @@ fn report_followed(state: &ReplicaState, json: bool) {
 fn promote(archive: &Archive, dir: &Path, json: bool) -> Result<(), CommandError> {
     let replica = with_bar("copying", |progress| Replica::open(archive, dir, progress))?;
     let (disks, log_dir) = (replica.disks(), replica.log_dir().to_owned());
-    let commit = replica.promote()?;
+    let promotion = replica.promote()?;
+    if promotion.left_behind {
+        tracing::warn!(
+            "the archive has newer records, but no complete images for them: the old host had begun the archive anew; \
+             they are not in the replica"
+        );
+    }
     report_restored(
         &RestoreReport {
-            commit,
+            commit: promotion.commit,
             log_dir,
             disks,
             log_bytes: 0,
