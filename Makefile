@@ -153,6 +153,7 @@ check:
 	grep '^test .* FAILED$$' target/test.log | while read -r _ name _; do \
 	  echo "failed: $$name"; grep -F -A 20 -e "---- $$name stdout ----" target/test.log; done; \
 	grep '^left over: ' target/test.log; \
+	grep '^time limit: ' target/test.log; \
 	exit $$status
 
 # Tests that mostly wait run beside those that compute; each prints at its end. Then the guests that QEMU emulates, one after
