@@ -85,7 +85,7 @@ impl<'a> Lease<'a> {
     pub(crate) async fn take(archive: &'a Archive, base: Place) -> Result<Option<Self>> {
         let text = serde_json::to_vec(&LeaseNote { base }).map_err(object::not_json)?;
         let (name, bytes) = (layout::lease(&random()?), text.into());
-        // A lease that was not taken is none: dropping one waits for the store, which this must not.
+        // Only a lease that was taken: dropping one calls the store, which panics in here.
         let put = archive.put(&name, &bytes).await;
         Ok(put.is_ok().then(|| Self {
             archive,

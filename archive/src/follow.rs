@@ -1,9 +1,9 @@
 //! A replica: a directory that has all disks of an archived log, and follows it.
 //!
-//! It begins as a restore does. Then each new part goes to the segments, and the control file takes
-//! the log's new end over. When the archive has newer images, the chunks in which they differ are
-//! fetched, and the segments before them go. Between two ticks the replica is a log as a kill leaves
-//! it, which anybody may read.
+//! It begins as a restore does. Then the segments get each new part, and the control file gets the
+//! log's new end. When the archive has newer images, the chunks that differ are fetched, and the
+//! segments before them are removed. Between two ticks the replica is a log as a kill leaves it,
+//! which anybody may read.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs::{self, File, TryLockError};
@@ -30,7 +30,7 @@ use crate::uploader::{host, now_us, random};
 
 /// The archive is searched for newer images after this time.
 const SEARCH: Duration = Duration::from_secs(if cfg!(test) { 0 } else { 600 });
-/// One that was lost to another epoch is searched for its new line more often.
+/// After this time if another writer has claimed the next epoch.
 const LOST_SEARCH: Duration = Duration::from_secs(if cfg!(test) { 0 } else { 10 });
 /// Most parts that are taken at once, of 8 MiB or so each.
 const TICK_PARTS: usize = 16;
@@ -143,7 +143,7 @@ impl<'a> Replica<'a> {
             );
             return Err(Error::new(ErrorKind::InvalidInput, message));
         }
-        let plan = archive.block_on(Plan::find(archive, Point::Newest))?;
+        let plan = newest_plan(archive)?;
         let mut replica = Self {
             archive,
             dir: dir.to_owned(),
@@ -202,8 +202,7 @@ impl<'a> Replica<'a> {
     fn step(&mut self, search: bool) -> Result<ReplicaState> {
         if !self.note.complete {
             // An earlier call has failed in the middle.
-            let plan = Plan::find(self.archive, Point::Newest);
-            let plan = self.archive.block_on(plan)?;
+            let plan = newest_plan(self.archive)?;
             self.fill(&plan, &mut |_, _| {})?;
         }
         let before = self.reader.last.lsn;
@@ -223,8 +222,7 @@ impl<'a> Replica<'a> {
         let wait = if superseded { LOST_SEARCH } else { SEARCH };
         let mut caught_up = all && !superseded;
         if search || all && self.searched.elapsed() >= wait {
-            let plan = Plan::find(self.archive, Point::Newest);
-            let plan = self.archive.block_on(plan)?;
+            let plan = newest_plan(self.archive)?;
             self.turn_to(&plan)?;
             caught_up = plan.line.end() == Some(self.at);
             if caught_up {
@@ -353,8 +351,7 @@ impl<'a> Replica<'a> {
             let removed = fs::remove_dir_all(&self.log_dir).or_else(missing_is_fine);
             removed.map_err(|error| Error::local("remove", &self.log_dir, error))?;
             for old in self.images.iter().filter(|old| !images.contains(old)) {
-                let removed = fs::remove_file(old).or_else(missing_is_fine);
-                removed.map_err(|error| Error::local("remove", old, error))?;
+                remove_file(old)?;
             }
         }
         if self.note.base != Some(plan.base.at) {
@@ -387,16 +384,25 @@ impl<'a> Replica<'a> {
     fn read_line(&mut self, plan: &Plan<'a>) -> Result<()> {
         let mut parts = plan.line.from(self.base.first_part).peekable();
         while parts.peek().is_some() {
-            let some: Vec<Place> = parts.by_ref().take(TICK_PARTS).collect();
-            let mut read = Vec::new();
-            let requests = some.into_iter().map(|at| read_part(self.archive, at));
-            plan.carry_out(self.archive.in_order(requests, |part| {
-                read.push(part);
-                Ok(true)
-            }))?;
-            self.take(read)?;
+            self.take_some(plan, &mut parts)?;
         }
         Ok(())
+    }
+
+    /// Takes the first of these parts, which follow what the replica has.
+    fn take_some(
+        &mut self,
+        plan: &Plan<'a>,
+        places: &mut dyn Iterator<Item = Place>,
+    ) -> Result<()> {
+        let mut parts = Vec::new();
+        let requests = places.take(TICK_PARTS);
+        let requests = requests.map(|at| read_part(self.archive, at));
+        plan.carry_out(self.archive.in_order(requests, |part| {
+            parts.push(part);
+            Ok(true)
+        }))?;
+        self.take(parts)
     }
 
     /// Takes parts that follow what the replica has.
@@ -435,7 +441,7 @@ impl<'a> Replica<'a> {
         // Before, the images may have what the log lacks.
         if self.reader.last.lsn >= self.base.exact.lsn.max(self.reached) {
             self.note.at = Some(self.at);
-            self.install(lock, self.base.images_lsn)?;
+            self.install(lock)?;
         }
         Ok(())
     }
@@ -464,14 +470,14 @@ impl<'a> Replica<'a> {
     }
 
     /// Lets the log end where the reader is.
-    fn install(&mut self, lock: Option<&mut LockedLog>, images_lsn: u64) -> Result<()> {
+    fn install(&mut self, lock: Option<&mut LockedLog>) -> Result<()> {
         let ids = self.base.images.iter().map(|image| image.disk_id);
         let copies: Vec<(u32, PathBuf)> = ids.zip(self.images.iter().cloned()).collect();
         let log = AssembledLog::new(
             &self.log_dir,
             &LogParts {
                 roots: &self.reader.roots,
-                images_lsn,
+                images_lsn: self.base.images_lsn,
                 first_sequence: self.reader.first_sequence,
                 segments: self.note.slots.values().max().map_or(0, |slot| slot + 1),
                 last: self.reader.last,
@@ -501,15 +507,7 @@ impl<'a> Replica<'a> {
             // What the replica has was sent by one that had lost the archive.
             return self.fill(plan, &mut |_, _| {});
         }
-        let mut parts = Vec::new();
-        let next = plan.line.from(self.at).skip(1).take(TICK_PARTS);
-        let requests = next.map(|at| read_part(self.archive, at));
-        self.archive
-            .block_on(self.archive.in_order(requests, |part| {
-                parts.push(part);
-                Ok(true)
-            }))?;
-        self.take(parts)?;
+        self.take_some(plan, &mut plan.line.from(self.at).skip(1))?;
         let newer = plan.base.at != self.base.at && plan.base.exact.lsn > self.base.exact.lsn;
         if newer && plan.base.exact.lsn <= self.reader.last.lsn {
             self.rebase(plan)?;
@@ -517,8 +515,8 @@ impl<'a> Replica<'a> {
         Ok(())
     }
 
-    /// Takes newer images over, and gives the log before them up. The log goes on to lead from
-    /// either images to its end meanwhile.
+    /// Replaces the images by newer ones, and drops the log before those. Until all chunks are
+    /// there, the log makes a mix of both exact.
     fn rebase(&mut self, plan: &Plan<'a>) -> Result<()> {
         let mut lock = self.lock_log()?;
         if image_paths(&self.dir, &plan.base.images) != self.images {
@@ -526,7 +524,7 @@ impl<'a> Replica<'a> {
             return self.fill(plan, &mut |_, _| {});
         }
         self.base.images_lsn = self.base.images_lsn.max(plan.base.images_lsn);
-        self.install(lock.as_mut(), self.base.images_lsn)?;
+        self.install(lock.as_mut())?;
         self.note.before = Some(self.base.at);
         self.note.base = Some(plan.base.at);
         self.note.chunks = vec![0; self.images.len()];
@@ -537,7 +535,7 @@ impl<'a> Replica<'a> {
         self.reader.first_sequence = plan.base.first_sequence;
         self.reader.roots[0] = plan.root.clone();
         self.note.complete = true;
-        let installed = self.install(lock.as_mut(), self.base.images_lsn);
+        let installed = self.install(lock.as_mut());
         installed.inspect_err(|_| self.note.complete = false)?;
         self.drop_segments(plan.base.first_sequence)
     }
@@ -586,10 +584,8 @@ impl<'a> Replica<'a> {
             ));
             let target = if known.is_some() { &path } else { &unfinished };
             if known.is_none() && done == 0 {
-                for old in [&path, &unfinished] {
-                    let removed = fs::remove_file(old).or_else(missing_is_fine);
-                    removed.map_err(|error| Error::local("remove", old, error))?;
-                }
+                remove_file(&path)?;
+                remove_file(&unfinished)?;
             } else if known.is_none() && !unfinished.exists() {
                 // It has got its name.
                 passed += image.bytes;
@@ -684,6 +680,11 @@ impl<'a> Replica<'a> {
     }
 }
 
+/// The way to the newest point.
+fn newest_plan(archive: &Archive) -> Result<Plan<'_>> {
+    archive.block_on(Plan::find(archive, Point::Newest))
+}
+
 /// Locks the directory against another process that follows there.
 fn lock(dir: &Path) -> Result<File> {
     let file = File::open(dir).map_err(|error| Error::local("open the directory", dir, error))?;
@@ -716,9 +717,13 @@ fn slot_of(slots: &mut BTreeMap<u64, u32>, log_dir: &Path, sequence: u64) -> Res
 }
 
 fn remove_segment(log_dir: &Path, slot: u32) -> Result<()> {
-    let path = segment_path(log_dir, slot);
-    let removed = fs::remove_file(&path).or_else(missing_is_fine);
-    removed.map_err(|error| Error::local("remove", &path, error))
+    remove_file(&segment_path(log_dir, slot))
+}
+
+/// Removes a file, which need not be there.
+fn remove_file(path: &Path) -> Result<()> {
+    let removed = fs::remove_file(path).or_else(missing_is_fine);
+    removed.map_err(|error| Error::local("remove", path, error))
 }
 
 fn missing_is_fine(error: std::io::Error) -> std::io::Result<()> {

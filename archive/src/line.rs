@@ -136,15 +136,12 @@ impl Catalog {
         self.claims.values().next_back()
     }
 
-    /// The claim with which a replica was promoted elsewhere since this machine has last had the
-    /// archive.
+    /// The newest claim by which a replica was promoted on another machine, after the last claim
+    /// of this one.
     pub(crate) fn promoted_since(&self, host: &str) -> Option<&Claim> {
-        let since = self
-            .claims
-            .values()
-            .rev()
-            .take_while(|claim| claim.host != host);
-        since.into_iter().find(|claim| claim.promoted)
+        let newest = self.claims.values().rev();
+        let mut since = newest.take_while(|claim| claim.host != host);
+        since.find(|claim| claim.promoted)
     }
 
     /// The manifests of base images, in the order of their places.

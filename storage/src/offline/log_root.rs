@@ -308,8 +308,8 @@ pub fn write_segment(
     write().map_err(|error| Error::io("write the log segment", &path, error))
 }
 
-/// A log made of its segments and images, as if its owner had been killed while it copied the log to
-/// the images: opening it recovers the disks. Its control file is not written yet.
+/// A log made of its segments and images, as if its owner had been killed while it copied the log
+/// to the images: opening it recovers the disks. Its control file is not written yet.
 pub struct AssembledLog {
     log_dir: PathBuf,
     root: LogRoot,

@@ -102,8 +102,8 @@ enum ArchiveAction {
         #[arg(long)]
         json: bool,
     },
-    /// Make a replica a log of its own, with all that the archive has. Whoever pushes to the archive
-    /// is stopped first.
+    /// Make a replica a log of its own, with all that the archive has. A push to the archive from
+    /// anywhere else is stopped first.
     Promote {
         /// The archive.
         url: String,

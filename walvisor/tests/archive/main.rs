@@ -4,7 +4,7 @@
 mod s3;
 
 use std::fs;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::process::{Command, Output, Stdio};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
@@ -57,6 +57,24 @@ fn number(line: &str, key: &str) -> u64 {
     line[key]
         .as_u64()
         .unwrap_or_else(|| panic!("{key} in {line}"))
+}
+
+/// Directories for two hosts.
+fn two_hosts() -> (tempfile::TempDir, PathBuf, PathBuf) {
+    let place = tempfile::tempdir().unwrap();
+    let (home, elsewhere) = (place.path().join("home"), place.path().join("elsewhere"));
+    fs::create_dir(&home).unwrap();
+    fs::create_dir(&elsewhere).unwrap();
+    (place, home, elsewhere)
+}
+
+/// Writes the next block, with its number, and flushes.
+fn write_next(client: &mut RawClient, written: &mut u64) {
+    *written += 1;
+    let number = *written;
+    let block = [&number.to_le_bytes()[..], &[number as u8; BLOCK - 8]].concat();
+    client.write(number, number % BLOCKS * BLOCK as u64, &block);
+    client.flush(number);
 }
 
 /// A process that follows, and the newest LSN that it has told.
@@ -113,10 +131,7 @@ fn what_was_told_to_be_archived_comes_back_elsewhere() {
     static TOLD: AtomicU64 = AtomicU64::new(0);
     let store = S3::start("bucket");
     let url = store.url("bucket/logs/one");
-    let place = tempfile::tempdir().unwrap();
-    let (home, elsewhere) = (place.path().join("home"), place.path().join("elsewhere"));
-    fs::create_dir(&home).unwrap();
-    fs::create_dir(&elsewhere).unwrap();
+    let (_place, home, elsewhere) = two_hosts();
     create(&home, "disk.img", "1M --retain 1h");
     let daemon = Daemon::start(&home, "--disk path=disk.img,socket=nbd.sock");
     let mut client = RawClient::extended(&home.join("nbd.sock"));
@@ -127,10 +142,7 @@ fn what_was_told_to_be_archived_comes_back_elsewhere() {
         let follower = Follower::start(&home, &url, &TOLD);
         let enough = TOLD.load(Ordering::SeqCst) + 30 + random.below(40);
         wait_until("the archive to grow", || {
-            written += 1;
-            let block = [&written.to_le_bytes()[..], &[written as u8; BLOCK - 8]].concat();
-            client.write(written, written % BLOCKS * BLOCK as u64, &block);
-            client.flush(written);
+            write_next(&mut client, &mut written);
             TOLD.load(Ordering::SeqCst) >= enough
         });
         follower.kill();
@@ -206,20 +218,14 @@ fn a_replica_follows_is_read_and_takes_over() {
     static FOLLOWED: AtomicU64 = AtomicU64::new(0);
     let store = S3::start("bucket");
     let url = store.url("bucket/one");
-    let place = tempfile::tempdir().unwrap();
-    let (home, elsewhere) = (place.path().join("home"), place.path().join("elsewhere"));
-    fs::create_dir(&home).unwrap();
-    fs::create_dir(&elsewhere).unwrap();
+    let (_place, home, elsewhere) = two_hosts();
     create(&home, "disk.img", "1M --retain 1h");
     let daemon = Daemon::start(&home, "--disk path=disk.img,socket=nbd.sock");
     let mut client = RawClient::extended(&home.join("nbd.sock"));
     let mut written = 0_u64;
     let mut write_until = |what: &str, enough: &mut dyn FnMut() -> bool| {
         wait_until(what, || {
-            written += 1;
-            let block = [&written.to_le_bytes()[..], &[written as u8; BLOCK - 8]].concat();
-            client.write(written, written % BLOCKS * BLOCK as u64, &block);
-            client.flush(written);
+            write_next(&mut client, &mut written);
             enough()
         });
         written
