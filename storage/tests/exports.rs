@@ -405,6 +405,32 @@ fn an_export_ends_when_a_restore_in_place_leaves_no_room_for_it() {
     store.close().unwrap();
 }
 
+/// The thread of an export may be stopped, or be in code that does not return.
+#[test]
+fn an_export_that_does_nothing_holds_up_no_writer() {
+    for retain in [Retention::Nothing, Retention::All] {
+        let place = Place::empty();
+        let (store, state) = modified(&place, retain);
+        let path = place.disk.with_extension("export");
+        let target = File::create_new(&path).unwrap();
+        let mut called = 0;
+        let mut each = |guest: &Guest| {
+            called += 1;
+            if called == 3 {
+                let goal = guest.written() + 2 * ROOM;
+                wait_until("a guest that goes on beside a stopped export", || {
+                    guest.written() > goal
+                });
+            }
+            true
+        };
+        export_beside_writer(&store.disks()[0], None, target, &mut each).unwrap();
+        assert!(called > 3);
+        assert!(std::fs::read(&path).unwrap() == state, "{retain:?}");
+        store.close().unwrap();
+    }
+}
+
 /// Whoever reads a point, slowly or not at all, holds up no writer, and sees the point.
 #[test]
 fn a_reader_of_a_point_gives_way_to_a_guest_that_fills_the_log() {
@@ -431,6 +457,9 @@ fn a_reader_of_a_point_gives_way_to_a_guest_that_fills_the_log() {
         std::thread::scope(|scope| {
             scope.spawn(|| guest.write(&mut port));
             let _end = EndGuard(&guest);
+            wait_until("a guest that goes on beside a stopped reader", || {
+                guest.written() > ROOM
+            });
             wait_until("a guest that goes on beside a silent reader", || {
                 reader.give_way().unwrap();
                 guest.written() > 2 * ROOM
@@ -446,6 +475,10 @@ fn a_reader_of_a_point_gives_way_to_a_guest_that_fills_the_log() {
             let mut all = vec![7; SIZE];
             reader.read(&mut all, 0, &mut || true).unwrap();
             assert!(all == state);
+            let goal = guest.written() + 2 * ROOM;
+            wait_until("a guest that goes on beside a reader at its end", || {
+                guest.written() > goal
+            });
         });
         drop((port, reader));
         assert_eq!(saved_files(&place), 0);

@@ -50,17 +50,19 @@ use crate::log::disk_state::DiskState;
 use crate::log::orders::{DiskAdoption, KeeperOrder, KeeperTask};
 use crate::log::pin::{Pin, PinUser, PinnedLog};
 use crate::log::pipeline::{MarkCommit, Modification};
-use crate::log::state::{Log, LogState};
+use crate::log::state::{Log, LogState, RoomNeed};
 use crate::medium::cost::MediumCost;
 use crate::medium::file::set_size;
 use crate::mutant::{Mutant, planted};
 use crate::sync::atomic::Ordering;
-use crate::sync::{self, Arc};
+use crate::sync::{self, Arc, Weak};
 
 /// A checkpoint of more extents than this measures the medium first, with 200 reads.
 const MUCH_WORK: usize = if cfg!(test) { 0 } else { 1000 };
 /// How many pauses of a millisecond closing waits for readers that hold room it needs.
 const AWAITED_RESTS: u32 = 1000;
+/// How often the keeper checks whether an export that keeps it from making room gives way.
+const EXPORT_CHECK: Duration = Duration::from_millis(100);
 /// Pause before a failed checkpoint is tried again.
 const RETRY: Duration = Duration::from_secs(1);
 /// More than the longest tick of a kernel's clock.
@@ -176,6 +178,7 @@ impl Keeper {
             self.serve_orders();
             // A failed checkpoint waits for its retry. A segment file that is needed is made all
             // the same.
+            self.close_overdue_looks();
             let done = if paused {
                 // This may make room.
                 self.copy_spills_back();
@@ -192,6 +195,19 @@ impl Keeper {
                 self.pause_and_reclaim();
             }
         }
+    }
+
+    /// Closes the looks of exports that should have given way by now.
+    pub(crate) fn close_overdue_looks(&self) {
+        let state = self.log.lock();
+        let need = self.log.room_need(&state);
+        if !state.keeper.has_export() || need == RoomNeed::None {
+            return;
+        }
+        let looks = state.keeper.yielding.iter().filter_map(Weak::upgrade);
+        let looks: Vec<_> = looks.collect();
+        drop(state);
+        looks.iter().for_each(|look| look.close_if_overdue(need));
     }
 
     /// Gives readers time to end, then reclaims the segments that they held.
@@ -220,8 +236,15 @@ impl Keeper {
             let (lock, pause) = (&self.log.state, self.until_copy_back());
             state = sync::wait_timeout_while(wanted, lock, state, pause, |state| idle(state));
         } else {
-            while idle(&state) {
+            let export_waits = |state: &LogState| {
+                state.keeper.has_export() && self.log.room_need(state) != RoomNeed::None
+            };
+            while idle(&state) && !export_waits(&state) {
                 state = wanted.wait(state).expect("log state lock");
+            }
+            if idle(&state) {
+                let lock = &self.log.state;
+                state = sync::wait_timeout_while(wanted, lock, state, EXPORT_CHECK, |s| idle(s));
             }
         }
         state.keeper.stop
@@ -578,7 +601,12 @@ impl Keeper {
         if let Some(lsn) = state.keeper.held()
             && lsn < self.control.control.with_rewinds(until)
         {
+            let briefly = state.keeper.is_held_briefly();
             drop(state);
+            if briefly && !hurry && !closing {
+                // What holds it asks for a checkpoint when it ends.
+                return Ok(true);
+            }
             return Err(self.pinned_error("the log can't be copied to the base images", lsn));
         }
         let lsn = *self.frozen_at.get_or_insert_with(|| {

@@ -22,8 +22,8 @@ use crate::catalog::snapshot::{SavedFiles, Snapshot, SnapshotName};
 use crate::error::{Error, Result};
 use crate::index::ExtentMap;
 use crate::log::disk_state::DiskState;
-use crate::log::pin::{PinUser, PinnedBase, PinnedLog};
-use crate::sync::{self, Arc, mpsc};
+use crate::log::pin::{OverdueLook, PinUser, PinnedBase, PinnedLog};
+use crate::sync::{self, Arc, Weak, mpsc};
 use crate::{Condition, Trouble};
 
 /// Registers a disk in the log's control file. Gets the log's open disks, and the LSN of their
@@ -120,6 +120,8 @@ pub(crate) struct KeeperState {
     pub reached: u64,
     /// Who has pinned the base images.
     pub pins: Vec<PinnedBase>,
+    /// The looks of exports, some of which have ended.
+    pub yielding: Vec<Weak<dyn OverdueLook>>,
     /// A checkpoint is waiting for the pending records up to this LSN, which may use the ring's
     /// last segment.
     pub draining: Option<u64>,
@@ -174,6 +176,11 @@ impl KeeperState {
     /// Whether only exports and restores in place keep the log from making room.
     pub(crate) fn is_held_briefly(&self) -> bool {
         self.held().is_some() && self.held_firmly().is_none()
+    }
+
+    /// Whether an export keeps the log from making room.
+    pub(crate) fn has_export(&self) -> bool {
+        self.pins.iter().any(|pin| pin.user == PinUser::Export)
     }
 
     /// Whether requests that need room fail after this attempt to make some.

@@ -1,7 +1,7 @@
 //! Pins freeze the base images of a log in use, for looks at its disks.
 
 use crate::format::Control;
-use crate::log::state::Log;
+use crate::log::state::{Log, RoomNeed};
 use crate::medium::file::Segment;
 use crate::mutant::{Mutant, planted};
 use crate::sync::Arc;
@@ -24,6 +24,12 @@ pub(crate) struct PinnedBase {
     /// The LSN of the base images when they were pinned.
     pub lsn: u64,
     pub user: PinUser,
+}
+
+/// A look of an export.
+pub(crate) trait OverdueLook: Send + Sync {
+    /// Closes it if the export should have done so a while ago.
+    fn close_if_overdue(&self, need: RoomNeed);
 }
 
 /// While this exists, the log's base images do not change, and all records after an LSN stay in the

@@ -406,7 +406,28 @@ impl Drop for PanicGuard<'_> {
     }
 }
 
+/// How much the log needs room that only a copy to the base images can make.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum RoomNeed {
+    None,
+    /// Writers will wait for it soon.
+    Soon,
+    /// Writers are waiting for it.
+    Now,
+}
+
 impl Log {
+    /// Whether the log needs room.
+    pub(crate) fn room_need(&self, state: &LogState) -> RoomNeed {
+        if state.ring.is_full() || self.index_is_full() {
+            RoomNeed::Now
+        } else if state.is_pressed() || self.index_is_heavy() {
+            RoomNeed::Soon
+        } else {
+            RoomNeed::None
+        }
+    }
+
     /// Tells the keeper to close the log. The time limit for closing starts now.
     pub(crate) fn stop_keeper(&self) {
         let mut state = self.lock();

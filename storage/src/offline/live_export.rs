@@ -5,17 +5,17 @@
 //!   look ── copy ──▶ closed while the log makes room ──▶ look ── copy ──▶ ...
 //! ```
 //! While a look is open, the log can't be copied to the images. So an export closes its look when
-//! the log needs room, and goes on with another look at the same point. The point is kept
-//! as a snapshot is, but nobody sees it: what the image loses meanwhile is saved beside the log.
+//! the log needs room, and goes on with another look at the same point
+//! ([`YieldingLook`]). The point is kept as a snapshot is, but nobody sees it: what the image loses
+//! meanwhile is saved beside the log.
 //!
 //! The file that is copied to may not answer. So another thread writes to it, which has no look.
 
-use std::collections::VecDeque;
 use std::fs::File;
 use std::ops::Range;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::sync::atomic::AtomicU64;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use crate::catalog::snapshot::{Snapshot, SnapshotName};
 use crate::disk::handle::Disk;
@@ -26,24 +26,18 @@ use crate::log::file_thread::FileThread;
 use crate::log::image::Image;
 use crate::log::orders::KeeperTask;
 use crate::log::pin::{PinUser, PinnedLog};
-use crate::log::state::Log;
-use crate::medium::copying::{COPY_BYTES, KERNEL_COPY_BYTES, NamedFile, NamedSource, copy};
+use crate::log::state::{Log, RoomNeed};
+use crate::medium::copying::{NamedFile, NamedSource, copy};
 use crate::medium::file::{ReadFile, size_error};
-use crate::medium::segment::LogRead;
-use crate::offline::view::DataPlace;
+use crate::offline::yielding_look::{PartData, YieldingLook};
 use crate::sync;
 use crate::sync::Arc;
 use crate::sync::atomic::Ordering;
 use crate::{Backend, Buffer, SECTOR_SIZE, Transfer};
 
-/// Bytes of the disk whose parts are listed at a time.
-const LISTED_BYTES: u64 = 64 << 20;
 /// The copy is synced whenever this many bytes were copied. If the log fills up meanwhile, writers
 /// wait for that.
 const SYNC_BYTES: u64 = 16 << 20;
-/// An export copies for at least this many times as long as it took to open its look, unless
-/// writers wait for it.
-const COPY_SHARE: u32 = 4;
 /// How often an export checks whether the log has room again, and how many times. After that it
 /// goes on: the log may stay as full as it is.
 const ROOM_POLL: Duration = Duration::from_millis(5);
@@ -59,16 +53,28 @@ struct KeptPoint<'a> {
 }
 
 impl<'a> KeptPoint<'a> {
-    /// Keeps a point, and opens a look there.
-    fn new(disk: &'a Disk, at: Point) -> Result<(Self, Look)> {
-        let log = &disk.log;
+    /// Keeps a point, and opens a look there. Also returns the bytes of the disk.
+    fn new(disk: &'a Disk, at: Point) -> Result<(Self, YieldingLook, u64)> {
+        let (log, opening) = (&disk.log, sync::now());
         let held = disk.hold(PinUser::Export)?;
         let point = point_to_keep(disk, at, &held)?;
         log.order(KeeperTask::KeepPoint(point))?;
         let name = point.name;
         let kept = Self { disk, name };
         let look = Look::at(log, &disk.state, point.lsn, held, None)?;
-        Ok((kept, look))
+        let bytes = look.sectors() * SECTOR_SIZE;
+        let yielding = YieldingLook::new(log);
+        yielding.open(look, opening);
+        Ok((kept, yielding, bytes))
+    }
+
+    /// Once the log has room, opens a closed look at the point. `go_on` fails if the export should
+    /// end.
+    fn open(&self, look: &YieldingLook, go_on: &mut dyn FnMut() -> Result<()>) -> Result<()> {
+        self.await_room(go_on)?;
+        let opening = sync::now();
+        look.open(self.look()?, opening);
+        Ok(())
     }
 
     /// Opens another look at the point.
@@ -87,7 +93,8 @@ impl<'a> KeptPoint<'a> {
     fn await_room(&self, go_on: &mut dyn FnMut() -> Result<()>) -> Result<()> {
         for _ in 0..ROOM_POLLS {
             go_on()?;
-            if !should_give_way(&self.disk.log, false) {
+            let log = &self.disk.log;
+            if log.room_need(&log.lock()) == RoomNeed::None {
                 break;
             }
             sync::sleep(ROOM_POLL);
@@ -119,14 +126,6 @@ pub(crate) fn point_to_keep(disk: &Disk, at: Point, held: &PinnedLog) -> Result<
     })
 }
 
-/// Whether an export should close its look: writers wait for that; or, unless it is `early`, the
-/// log is pressed for room.
-pub(crate) fn should_give_way(log: &Log, early: bool) -> bool {
-    let state = log.lock();
-    let waited_for = state.ring.is_full() || log.index_is_full();
-    waited_for || !early && (state.is_pressed() || log.index_is_heavy())
-}
-
 /// Refuses to go on with an export if the log is being closed, or can't make room because of its
 /// point.
 pub(crate) fn refuse_obstruction(log: &Log, point: SnapshotName) -> Result<()> {
@@ -146,75 +145,17 @@ pub(crate) fn refuse_obstruction(log: &Log, point: SnapshotName) -> Result<()> {
 
 /// How far an export has come, in bytes.
 #[derive(Default)]
-pub(crate) struct CopyProgress {
+struct CopyProgress {
     /// Bytes of the disk that were copied or found to be holes.
-    pub passed: u64,
+    passed: u64,
     copied: u64,
     /// Of these, those whose copy was synced.
     synced: u64,
-    /// The next parts with data, up to `listed`.
-    parts: VecDeque<(Range<u64>, DataPlace)>,
-    listed: u64,
-}
-
-/// A part of the disk to copy.
-pub(crate) struct CopyPart {
-    /// Where it ends.
-    pub end: u64,
-    pub work: TargetWork,
 }
 
 impl CopyProgress {
-    /// The next part, as a look shows it; `None` if there is none before `size`.
-    ///
-    /// # Errors
-    /// If the look can't be read.
-    pub(crate) fn next(&mut self, look: &Look, size: u64) -> Result<Option<CopyPart>> {
-        let layers = look.layers();
-        loop {
-            let Some((range, data)) = self.parts.pop_front() else {
-                let from = self.passed.max(self.listed);
-                if from >= size {
-                    self.passed = size;
-                    return Ok(None);
-                }
-                self.listed = from.saturating_add(LISTED_BYTES).min(size);
-                let parts = layers.data(from..self.listed, KERNEL_COPY_BYTES);
-                self.parts = parts.collect::<Result<_>>()?;
-                continue;
-            };
-            let (start, mut end) = (range.start, range.end);
-            let work = match data {
-                DataPlace::Zero => continue,
-                DataPlace::Base => {
-                    let (image, path) = (look.past.base.clone(), look.past.path.clone());
-                    TargetWork::Image(image, path, range)
-                }
-                DataPlace::Log { segment, offset } => {
-                    if end - start > COPY_BYTES {
-                        end = start + COPY_BYTES;
-                        let rest = DataPlace::Log {
-                            segment: segment.clone(),
-                            offset: offset + COPY_BYTES,
-                        };
-                        self.parts.push_front((end..range.end, rest));
-                    }
-                    let read = LogRead::new(segment, offset, (end - start) as usize);
-                    TargetWork::Bytes(read.read()?, start)
-                }
-            };
-            return Ok(Some(CopyPart { end, work }));
-        }
-    }
-
-    /// Lists the parts again: the look at them is closed.
-    pub(crate) fn close_look(&mut self) {
-        self.parts.clear();
-        self.listed = 0;
-    }
-
     /// Everything up to `end` is copied; this part had so many bytes.
-    pub(crate) fn pass(&mut self, end: u64, bytes: u64) {
+    fn pass(&mut self, end: u64, bytes: u64) {
         self.passed = end;
         self.copied += bytes;
     }
@@ -224,17 +165,15 @@ impl CopyProgress {
 pub(crate) enum TargetWork {
     /// Make it so many zero bytes long. It must be an empty regular file.
     Size(u64),
-    /// Copy a range of the image at this path.
-    Image(Arc<Image>, PathBuf, Range<u64>),
-    /// Write these bytes at an offset.
-    Bytes(Buffer, u64),
+    /// Copy a part of the disk to where it is on the disk.
+    Copy(PartData),
     /// Sync, and drop cached pages: a large copy must not fill memory with dirty pages.
     Sync,
 }
 
 impl TargetWork {
     fn is_of_image(&self) -> bool {
-        matches!(self, Self::Image(..))
+        matches!(self, Self::Copy(PartData::Image(..)))
     }
 
     /// Returns how many bytes were copied.
@@ -259,7 +198,7 @@ impl TargetWork {
                 resized.map_err(|error| size_error(to.path, size, error))?;
                 Ok(0)
             }
-            Self::Image(image, path, range) => {
+            Self::Copy(PartData::Image(image, path, range)) => {
                 let from = NamedSource {
                     file: image.as_ref(),
                     path: &path,
@@ -267,7 +206,7 @@ impl TargetWork {
                 copy(from, to, range.clone())?;
                 Ok(range.end - range.start)
             }
-            Self::Bytes(bytes, at) => {
+            Self::Copy(PartData::Bytes(bytes, at)) => {
                 to.file.write_all_at(&bytes, at).map_err(failed)?;
                 Ok(bytes.len() as u64)
             }
@@ -293,12 +232,11 @@ impl Target {
 }
 
 /// A disk in use as of one point, for reads. It holds the log back no more than an
-/// [export](Disk::export) does: its look is closed while the log needs room.
+/// [export](Disk::export) does: its look is closed while the log needs room, also while nobody
+/// reads.
 pub struct PointReader<'a> {
     point: KeptPoint<'a>,
-    look: Option<Look>,
-    /// Until when the look stays open unless writers wait for it.
-    until: Instant,
+    look: YieldingLook,
     bytes: u64,
     /// Reads the image, which may not answer.
     thread: FileThread,
@@ -311,16 +249,13 @@ impl PointReader<'_> {
     }
 
     /// Closes its look if the log needs room. Call it whenever some milliseconds pass without a
-    /// read.
+    /// read: otherwise writers wait up to 0.1 s until the log closes it.
     ///
     /// # Errors
     /// The log is being closed, or can't make room because of the point: no read succeeds any more.
     pub fn give_way(&mut self) -> Result<()> {
-        let log = &self.point.disk.log;
-        if self.look.is_some() && should_give_way(log, sync::now() < self.until) {
-            self.look = None;
-        }
-        refuse_obstruction(log, self.point.name)
+        self.look.give_way();
+        refuse_obstruction(&self.point.disk.log, self.point.name)
     }
 
     /// Fills `bytes` with what the disk had from byte `at` on: whole sectors of it. While the image
@@ -344,66 +279,61 @@ impl PointReader<'_> {
                 self.bytes
             )));
         };
-        while !self.fill(bytes, at..end, go_on)? {}
-        Ok(())
-    }
-
-    /// Reads a range. `false`: the look was closed meanwhile, and the image may have changed.
-    fn fill(
-        &mut self,
-        bytes: &mut [u8],
-        range: Range<u64>,
-        go_on: &mut dyn FnMut() -> bool,
-    ) -> Result<bool> {
-        self.give_way()?;
-        let look = match self.look.take() {
-            Some(look) => look,
-            None => {
-                let (log, name) = (&self.point.disk.log, self.point.name);
-                self.point
-                    .await_room(&mut || refuse_obstruction(log, name))?;
-                let opening = sync::now();
-                let look = self.point.look()?;
-                self.until = copies_until(opening);
-                look
-            }
-        };
-        let (image, path) = (look.past.base.clone(), look.past.path.clone());
-        let parts = look.layers().data(range.clone(), KERNEL_COPY_BYTES);
-        let parts: Vec<_> = parts.collect::<Result<_>>()?;
-        self.look = Some(look);
         bytes.fill(0);
-        for (part, data) in parts {
-            let len = (part.end - part.start) as usize;
-            let read = match data {
-                DataPlace::Zero => continue,
-                DataPlace::Log { segment, offset } => LogRead::new(segment, offset, len).read()?,
-                DataPlace::Base => {
-                    if self.thread.is_busy() {
-                        return Err(ended_early("an earlier read of the image has not ended"));
-                    }
-                    let (image, from) = (image.clone(), part.start);
-                    let answer = self.thread.begin(false, move || {
-                        let mut read = Buffer::for_overwrite(len);
-                        image.read_exact_at(&mut read, from).map(|()| read)
-                    });
-                    let read = answer.wait_unless(ROOM_POLL, || {
-                        self.give_way()?;
-                        if go_on() {
-                            return Ok(());
-                        }
-                        Err(ended_early("it was given up"))
-                    })?;
-                    read.map_err(|error| Error::io("read the base image", &path, error))?
+        self.look.restart();
+        let mut passed = at;
+        loop {
+            self.give_way()?;
+            let Some(next) = self.look.next(passed..end)? else {
+                let (log, name) = (&self.point.disk.log, self.point.name);
+                let refuse = &mut || refuse_obstruction(log, name);
+                self.point.open(&self.look, refuse)?;
+                continue;
+            };
+            let Some(part) = next else {
+                return Ok(());
+            };
+            let (from, data) = match part.data {
+                PartData::Bytes(data, from) => (from, Some(data)),
+                PartData::Image(image, path, range) => {
+                    let from = range.start;
+                    (from, self.read_image(image, &path, range, go_on)?)
                 }
             };
-            if self.look.is_none() {
-                return Ok(false);
+            if let Some(data) = data {
+                let place = (from - at) as usize;
+                bytes[place..place + data.len()].copy_from_slice(&data);
+                passed = part.end;
             }
-            let place = (part.start - range.start) as usize;
-            bytes[place..place + len].copy_from_slice(&read);
         }
-        Ok(true)
+    }
+
+    /// Reads a range of the image. `None`: the look was closed meanwhile, and the image may have
+    /// changed.
+    fn read_image(
+        &mut self,
+        image: Arc<Image>,
+        path: &Path,
+        range: Range<u64>,
+        go_on: &mut dyn FnMut() -> bool,
+    ) -> Result<Option<Buffer>> {
+        if self.thread.is_busy() {
+            return Err(ended_early("an earlier read of the image has not ended"));
+        }
+        let answer = self.thread.begin(false, move || {
+            let mut read = Buffer::for_overwrite((range.end - range.start) as usize);
+            let done = image.read_exact_at(&mut read, range.start);
+            done.map(|()| read)
+        });
+        let read = answer.wait_unless(ROOM_POLL, || {
+            self.give_way()?;
+            if go_on() {
+                return Ok(());
+            }
+            Err(ended_early("it was given up"))
+        })?;
+        let read = read.map_err(|error| Error::io("read the base image", path, error))?;
+        Ok(Some(read).filter(|_| self.look.is_open()))
     }
 }
 
@@ -414,14 +344,12 @@ impl Disk {
     /// # Errors
     /// As [`look`](Self::look).
     pub fn reader_at(&self, at: Point) -> Result<PointReader<'_>> {
-        let opening = sync::now();
-        let (point, look) = KeptPoint::new(self, at)?;
+        let (point, look, bytes) = KeptPoint::new(self, at)?;
         Ok(PointReader {
-            bytes: look.sectors() * SECTOR_SIZE,
-            until: copies_until(opening),
-            look: Some(look),
-            thread: FileThread::default(),
             point,
+            look,
+            bytes,
+            thread: FileThread::default(),
         })
     }
 
@@ -454,9 +382,7 @@ impl Disk {
         target: File,
         progress: &mut dyn FnMut(u64, u64) -> bool,
     ) -> Result<Transfer> {
-        let opening = sync::now();
-        let (point, look) = KeptPoint::new(self, at)?;
-        let size = look.sectors() * SECTOR_SIZE;
+        let (point, look, size) = KeptPoint::new(self, at)?;
         let target = Target {
             file: Arc::new(target),
             thread: FileThread::default(),
@@ -470,44 +396,33 @@ impl Disk {
             }
         };
         let mut done = CopyProgress::default();
-        let mut until = copies_until(opening);
-        let mut look = Some(look);
         let mut due = Some(TargetWork::Size(size));
         loop {
-            let (work, end) = match (due.take(), &look) {
-                (Some(work), _) => (work, None),
-                (None, Some(look)) => match done.next(look, size)? {
-                    Some(part) => (part.work, Some(part.end)),
-                    None => break,
-                },
-                (None, None) => {
-                    point.await_room(&mut || go_on(done.passed))?;
-                    let opening = sync::now();
-                    look = Some(point.look()?);
-                    until = copies_until(opening);
-                    continue;
+            let (work, end) = if let Some(work) = due.take() {
+                (work, None)
+            } else {
+                match look.next(done.passed..size)? {
+                    Some(Some(part)) => (TargetWork::Copy(part.data), Some(part.end)),
+                    Some(None) => break,
+                    None => {
+                        point.open(&look, &mut || go_on(done.passed))?;
+                        continue;
+                    }
                 }
             };
             let (passed, is_of_image) = (done.passed, work.is_of_image());
             let bytes = target.carry_out(work, &mut || {
-                if should_give_way(&self.log, sync::now() < until) {
-                    look = None;
-                }
+                look.give_way();
                 go_on(passed)
             })?;
             match end {
                 None => done.synced = done.copied,
-                Some(end) if look.is_some() || !is_of_image => done.pass(end, bytes),
+                Some(end) if look.is_open() || !is_of_image => done.pass(end, bytes),
                 // The image may have changed since the look was closed.
                 Some(_) => {}
             }
             go_on(done.passed)?;
-            let gives_way = look.is_none() || should_give_way(&self.log, sync::now() < until);
-            if gives_way {
-                look = None;
-                done.close_look();
-            }
-            let syncs = gives_way || done.copied - done.synced >= SYNC_BYTES;
+            let syncs = look.give_way() || done.copied - done.synced >= SYNC_BYTES;
             due = end.filter(|_| syncs).map(|_| TargetWork::Sync);
         }
         progress(size, size);
@@ -517,12 +432,6 @@ impl Disk {
             shared: false,
         })
     }
-}
-
-/// Until when an export copies, whose look began to open at `opening` and is open now.
-fn copies_until(opening: Instant) -> Instant {
-    let now = sync::now();
-    now + COPY_SHARE * now.duration_since(opening)
 }
 
 /// The error of an export that is ended before it is complete.

@@ -21,3 +21,4 @@ pub(crate) mod resize;
 pub(crate) mod rewind;
 pub(crate) mod transfer;
 pub(crate) mod view;
+pub(crate) mod yielding_look;

@@ -84,6 +84,8 @@ pub(super) struct Totals {
     pub point_exports: u64,
     /// Times that such an export gave way.
     pub gave_way: u64,
+    /// Times that the keeper closed its look.
+    pub overdue_looks: u64,
     /// Times that it went on after that.
     pub looked_again: u64,
     /// Of these, exports that came to their end.
@@ -184,6 +186,7 @@ impl super::Total for Totals {
         self.refused_points += other.refused_points;
         self.point_exports += other.point_exports;
         self.gave_way += other.gave_way;
+        self.overdue_looks += other.overdue_looks;
         self.looked_again += other.looked_again;
         self.points_exported += other.points_exported;
         self.points_left += other.points_left;
@@ -257,6 +260,7 @@ impl Totals {
             self.went_back,
             self.expired,
             self.gave_way,
+            self.overdue_looks,
             self.looked_again,
             self.points_left,
             self.removed_spilled,

@@ -6,6 +6,7 @@
 
 use std::fs::File;
 use std::os::unix::fs::FileExt;
+use std::time::Duration;
 
 use super::fixture::RunningStore;
 use super::history::{History, SECTORS};
@@ -21,9 +22,10 @@ use crate::history::look::Look;
 use crate::history::point::Point;
 use crate::log::orders::KeeperTask;
 use crate::log::pin::PinUser;
-use crate::offline::live_export::{
-    CopyProgress, TargetWork, point_to_keep, refuse_obstruction, should_give_way,
-};
+use crate::log::state::{Log, RoomNeed};
+use crate::offline::live_export::{TargetWork, point_to_keep, refuse_obstruction};
+use crate::offline::yielding_look::YieldingLook;
+use crate::sync;
 use crate::sync::atomic::Ordering;
 
 const SIZE: u64 = SECTORS * SECTOR_SIZE;
@@ -35,11 +37,15 @@ pub(super) struct PointExport {
     name: SnapshotName,
     lsn: u64,
     /// Closed while it gives way, and at its end.
-    look: Option<Look>,
-    done: CopyProgress,
+    look: YieldingLook,
+    passed: u64,
     file: File,
     shows: Vec<u32>,
     ended: bool,
+}
+
+fn needs_room(log: &Log) -> bool {
+    log.room_need(&log.lock()) != RoomNeed::None
 }
 
 /// Whether a log has a point that is kept for an export.
@@ -51,22 +57,20 @@ pub(super) fn has_kept_point(control: &Control) -> bool {
 impl PointExport {
     /// Copies the next part, or gives way. Returns whether it gives way.
     fn step(&mut self, gives_way: bool) -> crate::Result<bool> {
-        let Some(look) = self.look.take_if(|_| gives_way) else {
-            if let Some(look) = &self.look {
-                match self.done.next(look, SIZE)? {
-                    Some(part) => {
-                        let bytes = part.work.carry_out(&self.file)?;
-                        self.done.pass(part.end, bytes);
-                    }
-                    None => self.ended = true,
-                }
+        if gives_way {
+            self.look.close();
+            TargetWork::Sync.carry_out(&self.file)?;
+            return Ok(true);
+        }
+        match self.look.next(self.passed..SIZE)? {
+            Some(Some(part)) => {
+                TargetWork::Copy(part.data).carry_out(&self.file)?;
+                self.passed = part.end;
             }
-            return Ok(false);
-        };
-        drop(look);
-        self.done.close_look();
-        TargetWork::Sync.carry_out(&self.file)?;
-        Ok(true)
+            Some(None) => self.ended = true,
+            None => {}
+        }
+        Ok(false)
     }
 }
 
@@ -132,8 +136,8 @@ impl History {
             live,
             name: point.name,
             lsn,
-            look: None,
-            done: CopyProgress::default(),
+            look: YieldingLook::new(running.log()),
+            passed: 0,
             file,
             shows: then[disk].clone(),
             ended: false,
@@ -149,8 +153,23 @@ impl History {
     /// Closes the look of the export.
     fn give_way(&mut self) {
         let export = self.in_use.point_export.iter_mut();
-        let closed = export.filter_map(|export| export.look.take()).count();
-        self.totals.gave_way += closed as u64;
+        for export in export.filter(|export| export.look.is_open()) {
+            export.look.close();
+            self.totals.gave_way += 1;
+        }
+    }
+
+    /// The thread of the export does nothing for a while, so that the keeper closes its look if the
+    /// log needs room.
+    fn stall_export(&mut self, running: &RunningStore) {
+        let open = |history: &Self| {
+            let export = history.in_use.point_export.iter();
+            export.filter(|export| export.look.is_open()).count()
+        };
+        let before = open(self);
+        sync::sleep(Duration::from_secs(1));
+        running.keeper.close_overdue_looks();
+        self.totals.overdue_looks += (before - open(self)) as u64;
     }
 
     /// Goes on with another look, or ends the export if there is none.
@@ -160,7 +179,7 @@ impl History {
         look: crate::Result<Look>,
     ) -> Result<(), Violation> {
         match (look, &mut self.in_use.point_export) {
-            (Ok(look), Some(export)) => export.look = Some(look),
+            (Ok(look), Some(export)) => export.look.open(look, sync::now()),
             (Ok(_), None) => {}
             (Err(error), _) => {
                 self.excuse(running, "a look for an export", &error)?;
@@ -173,18 +192,22 @@ impl History {
     /// Copies the next part of an export of a point, unless the log needs room; compares the whole
     /// at its end.
     pub(super) fn copy_point(&mut self, running: &RunningStore) -> Result<(), Violation> {
-        let pressed = should_give_way(running.log(), false) && self.acts.one_in(2);
+        if self.acts.one_in(8) {
+            self.stall_export(running);
+        }
+        let pressed = needs_room(running.log()) && self.acts.one_in(2);
         let gives_way = pressed || self.acts.one_in(4);
         let Some(export) = &mut self.in_use.point_export else {
             return Ok(());
         };
-        if export.look.is_none() {
+        if !export.look.is_open() {
             return Ok(());
         }
         match export.step(gives_way) {
             Ok(given) => self.totals.gave_way += u64::from(given),
             Err(error) => {
-                (export.look, export.ended) = (None, true);
+                export.look.close();
+                export.ended = true;
                 let world = self.fixture.medium.lock();
                 if world.crashed || world.failed_read {
                     return Ok(());
@@ -197,7 +220,7 @@ impl History {
         if !export.ended {
             return Ok(());
         }
-        export.look = None;
+        export.look.close();
         self.totals.points_exported += 1;
         let mut copy = vec![0; SIZE as usize];
         let read = export.file.read_exact_at(&mut copy, 0);
@@ -227,8 +250,8 @@ impl History {
         if export.ended || detached || obstructs || self.acts.one_in(20) {
             return self.end_point_export(running);
         }
-        let waits = should_give_way(running.log(), false) || self.acts.one_in(2);
-        if export.look.is_some() || waits && self.acts.one_in(2) {
+        let waits = needs_room(running.log()) || self.acts.one_in(2);
+        if export.look.is_open() || waits && self.acts.one_in(2) {
             return Ok(());
         }
         let held = running.keeper.hold(&live.state, PinUser::Export);
@@ -246,10 +269,9 @@ impl History {
 
     /// Lets go of the point of an export.
     pub(super) fn end_point_export(&mut self, running: &mut RunningStore) -> Result<(), Violation> {
-        let Some(PointExport { name, look, .. }) = self.in_use.point_export.take() else {
+        let Some(PointExport { name, .. }) = self.in_use.point_export.take() else {
             return Ok(());
         };
-        drop(look);
         match Self::order(running, KeeperTask::DeleteSnapshot(name)) {
             Ok(()) => Ok(()),
             Err(error) => self.excuse(running, "letting go of a point", &error),
