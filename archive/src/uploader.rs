@@ -95,6 +95,8 @@ pub struct Uploader<'a> {
     attempt: Option<Attempt>,
     state: State,
     base: Base,
+    /// Whether the line has images that are complete.
+    restorable: bool,
     /// The last records of the batches that were read, while images are copied.
     batches: Vec<Commit>,
     /// The chunks of the newest manifest.
@@ -235,6 +237,7 @@ impl<'a> Uploader<'a> {
             pending: pending.into_iter().collect(),
             attempt: None,
             state,
+            restorable: matches!(base, Base::Done { .. }),
             base,
             batches: Vec::new(),
             chunks,
@@ -291,7 +294,7 @@ impl<'a> Uploader<'a> {
                 Base::Copying(copy) => Some(copy.progress),
                 _ => None,
             },
-            restorable: matches!(self.base, Base::Done { .. }),
+            restorable: self.restorable,
         })
     }
 
@@ -608,6 +611,7 @@ impl<'a> Uploader<'a> {
         self.base = Base::Done {
             made_us: header.made_us,
         };
+        self.restorable = true;
         self.chunks = header.chunks().map(str::to_owned).collect();
         self.batches = Vec::new();
         Ok(())
@@ -638,6 +642,7 @@ impl<'a> Uploader<'a> {
         self.line_from = root.checkpoint_lsn();
         self.root = root;
         self.base = Base::None;
+        self.restorable = false;
         self.batches = Vec::new();
         self.next_base = 1;
         self.why_base = Some(why);

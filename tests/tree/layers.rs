@@ -95,6 +95,7 @@ const WALVISOR: &[&[&str]] = &[
         "table",
     ],
     &["guest_file", "landlock", "lio"],
+    &["archiving"],
     &["demo", "disks", "metrics"],
     &["memory_limit"],
     &["control_socket"],

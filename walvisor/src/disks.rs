@@ -9,6 +9,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
+use walvisor_archive::ArchiveUrl;
 use walvisor_devices::backend::ram::RamDisk;
 use walvisor_devices::backend::{Backend, MemoryBudget, MemoryReservation, SECTOR_SIZE};
 use walvisor_devices::block::BlockConfig;
@@ -18,6 +19,7 @@ use walvisor_storage::{
 };
 use walvisor_vmm::disk::{DeviceKind, OpenDisk};
 
+use crate::archiving::LogToArchive;
 use crate::disk_spec::{
     BackendKind, DiskCache, DiskCommand, DiskSpec, MAX_QUEUES, MAX_SERIAL_BYTES,
 };
@@ -103,6 +105,13 @@ impl OpenLogs {
         let one = std::slice::from_ref(spec);
         let failed = |error: walvisor_storage::Error| error.to_string();
         let Some(place) = self.log_of(spec) else {
+            if spec.archive.is_some() {
+                return Err(format!(
+                    "disk '{}': archive= starts a process, which only the start of this one may: leave archive= out, and \
+                     run 'walvisor archive push'; or start this process again with the disk",
+                    spec.name()
+                ));
+            }
             check_free_memory(spec)?;
             let scratch = make_files(one).map_err(failed)?;
             let mut disks = self.open(one, cpus, scratch).map_err(failed)?;
@@ -351,7 +360,7 @@ pub fn disk_name(spec: &DiskSpec) -> String {
 }
 
 /// The keys of a disk that set options of its log.
-pub(crate) const LOG_KEYS: [&str; 7] = [
+pub(crate) const LOG_KEYS: [&str; 9] = [
     "commit-wait-usec",
     "commit-wait-count",
     "close-seconds",
@@ -359,6 +368,8 @@ pub(crate) const LOG_KEYS: [&str; 7] = [
     "spill-limit",
     "retain",
     "on-full",
+    "archive",
+    "archive-interval",
 ];
 
 /// A key of this disk that sets an option of its log.
@@ -371,6 +382,8 @@ fn log_key(spec: &DiskSpec) -> Option<&'static str> {
         spec.spill_limit.is_some(),
         spec.retain.is_some(),
         spec.on_full.is_some(),
+        spec.archive.is_some(),
+        spec.archive_interval.is_some(),
     ];
     let found = LOG_KEYS.into_iter().zip(given).find(|(_, given)| *given);
     found.map(|(key, _)| key)
@@ -511,15 +524,53 @@ pub fn check(specs: &[DiskSpec]) -> Result<(), String> {
     check_memory(specs)?;
     let groups = group_by_log(specs);
     check_looks(specs, &groups)?;
-    groups
-        .iter()
-        .try_for_each(|(log, members)| match log_options(specs, members) {
-            Ok(_) => Ok(()),
-            Err(key) => Err(format!(
-                "the disks on the log {} disagree about {key}, which belongs to the log: give it once",
-                log.display()
-            )),
-        })
+    for (log, members) in &groups {
+        let agreed = log_options(specs, members).and(archive_of(specs, log, members));
+        let archive = agreed.map_err(|key| {
+            let log = log.display();
+            format!("the disks on the log {log} disagree about {key}, which belongs to the log: give it once")
+        })?;
+        let interval = members
+            .iter()
+            .any(|member| specs[*member].archive_interval.is_some());
+        if let Some(archive) = archive {
+            let url = archive.url.parse::<ArchiveUrl>();
+            url.map_err(|error| format!("archive=: {error}"))?;
+        } else if interval {
+            return Err("archive-interval= needs an archive: give archive=URL too".to_owned());
+        }
+    }
+    Ok(())
+}
+
+/// The logs that are to be archived. `check` has accepted these disks.
+pub(crate) fn logs_to_archive(specs: &[DiskSpec]) -> Vec<LogToArchive> {
+    let groups = group_by_log(specs).into_iter();
+    let written = groups.filter(|(_, members)| !reads_only(specs, members));
+    let archives = written.map(|(log, members)| archive_of(specs, &log, &members));
+    archives
+        .filter_map(|archive| archive.ok().flatten())
+        .collect()
+}
+
+/// What these disks of one log say of its archive.
+///
+/// # Errors
+/// The key about which two disks disagree.
+fn archive_of(
+    specs: &[DiskSpec],
+    log: &Path,
+    members: &[usize],
+) -> Result<Option<LogToArchive>, &'static str> {
+    let specs = || members.iter().map(|member| &specs[*member]);
+    let url = common_value(specs().filter_map(|spec| spec.archive.as_ref())).ok_or("archive")?;
+    let intervals = specs().filter_map(|spec| spec.archive_interval);
+    let interval = common_value(intervals).ok_or("archive-interval")?;
+    Ok(url.map(|url| LogToArchive {
+        log: log.to_path_buf(),
+        url: url.clone(),
+        interval,
+    }))
 }
 
 /// The options that these disks of one log set for it.
@@ -768,11 +819,43 @@ mod tests {
             ("index-memory", "M"),
             ("spill-limit", "M"),
             ("retain", "h"),
+            ("archive", ""),
+            ("archive-interval", "s"),
         ] {
             let two = [1, 2].map(|value| format!("path=disk-{value},log=l,{key}={value}{unit}"));
             let error = check(&specs(&[&two[0], &two[1]])).unwrap_err();
             let begin = format!("the disks on the log l disagree about {key}, ");
             assert!(error.starts_with(&begin), "{error}");
+        }
+    }
+
+    #[test]
+    fn each_log_has_one_archive_whichever_of_its_disks_names_it() {
+        let some = specs(&[
+            "path=a,log=l",
+            "path=b,log=l,archive=s3://bucket/b,archive-interval=5s",
+            "path=c,readonly=on,archive=file:///c",
+            "path=d",
+        ]);
+        check(&some).unwrap();
+        let target = LogToArchive {
+            log: "l".into(),
+            url: "s3://bucket/b".to_owned(),
+            interval: Some(Duration::from_secs(5)),
+        };
+        assert_eq!(logs_to_archive(&some), [target]);
+        for (text, part) in [
+            (
+                "path=a,archive=http://x",
+                "archive=: 'http://x' is not the address",
+            ),
+            (
+                "path=a,archive-interval=5s",
+                "needs an archive: give archive=URL too",
+            ),
+        ] {
+            let error = check(&specs(&[text])).unwrap_err();
+            assert!(error.contains(part), "{error}");
         }
     }
 

@@ -7,6 +7,7 @@
 //!                            └─▶ disk, log, ctl, config, demo
 //! ```
 
+pub mod archiving;
 mod child;
 pub mod cli;
 pub mod commands;

@@ -2,7 +2,7 @@
 
 use std::fmt::Write as _;
 use std::sync::Arc;
-use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
+use std::time::{Duration, Instant};
 
 use walvisor_devices::backend::{Condition, LogCounters, MemoryBudget, Trouble};
 use walvisor_devices::block::{BlockCounts, BlockMetrics, LatencyCounts, OperationKind};
@@ -12,7 +12,9 @@ use walvisor_vmm::disk::{DiskInUse, NetworkInUse};
 use walvisor_vmm::vm::exits::{ExitCounters, ExitReason};
 use walvisor_vmm::vm::memory_use::MemoryUse;
 
+use crate::archiving::PushState;
 use crate::disk::{cache_in_force, log_counters, log_name, logged};
+use crate::point::unix_us;
 
 /// The metrics of a run.
 pub struct RunMetrics<'a> {
@@ -24,6 +26,8 @@ pub struct RunMetrics<'a> {
     pub exits: &'a [Arc<ExitCounters>],
     /// The disks.
     pub disks: Vec<DiskMetrics>,
+    /// The pushes of their logs.
+    pub pushes: &'a [PushState],
     /// The network devices.
     pub networks: &'a [NetworkInUse],
     /// Resident memory when the guest ended.
@@ -88,12 +92,6 @@ fn monotonic(moment: Instant) -> Duration {
     now.saturating_sub(moment.elapsed())
 }
 
-/// A time of the wall clock in microseconds since 1970.
-pub(crate) fn unix_us(time: SystemTime) -> u64 {
-    let since = time.duration_since(UNIX_EPOCH).unwrap_or_default();
-    since.as_micros() as u64
-}
-
 /// The metrics of a run as text.
 pub fn render(run: &RunMetrics<'_>) -> String {
     let mut text = Text::default();
@@ -129,6 +127,7 @@ pub fn render(run: &RunMetrics<'_>) -> String {
     }
     exits(&mut text, run.exits);
     disks(&mut text, &run.disks);
+    archives(&mut text, run.pushes);
     networks(&mut text, run.networks);
     text.0
 }
@@ -241,11 +240,67 @@ impl DiskMetrics {
 }
 
 /// The metrics of disks that were served to other programs, as text.
-pub fn render_served(disks: &[DiskMetrics]) -> String {
+pub fn render_served(disks: &[DiskMetrics], pushes: &[PushState]) -> String {
     let mut text = Text::default();
     memory(&mut text);
     self::disks(&mut text, disks);
+    archives(&mut text, pushes);
     text.0
+}
+
+/// Adds the archives of the logs.
+fn archives(text: &mut Text, pushes: &[PushState]) {
+    if pushes.is_empty() {
+        return;
+    }
+    type Getter = fn(&PushState) -> Option<f64>;
+    let metrics: [(&str, &str, &str, Getter); 6] = [
+        (
+            "up",
+            "gauge",
+            "1 while the log's push runs, 0 once it has ended.",
+            |push| Some(f64::from(u8::from(push.running))),
+        ),
+        (
+            "lag_seconds",
+            "gauge",
+            "The archive has everything that was durable this long ago; absent until it has caught up once.",
+            |push| push.lag.map(|lag| lag.as_secs_f64()),
+        ),
+        (
+            "lsn",
+            "gauge",
+            "The newest record in the archive.",
+            |push| Some(push.progress.lsn as f64),
+        ),
+        (
+            "restorable",
+            "gauge",
+            "1 if the archive has a complete copy of the images, else 0.",
+            |push| Some(f64::from(u8::from(push.progress.restorable))),
+        ),
+        (
+            "sent_bytes_total",
+            "counter",
+            "Bytes sent to the store, compressed.",
+            |push| Some(push.progress.sent_bytes as f64),
+        ),
+        (
+            "requests_total",
+            "counter",
+            "Requests to the store.",
+            |push| Some(push.progress.requests as f64),
+        ),
+    ];
+    for (name, kind, help, get) in metrics {
+        let name = format!("walvisor_archive_{name}");
+        text.metric(&name, kind, help);
+        for push in pushes {
+            if let Some(value) = get(push) {
+                text.sample(&name, &format!("{{log=\"{}\"}}", escape(&push.log)), value);
+            }
+        }
+    }
 }
 
 /// Adds the memory that the process has lent and set aside, and its limit.
@@ -581,6 +636,7 @@ fn log(text: &mut Text, logs: &[LogMetrics<'_>]) {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::archiving::PushProgress;
 
     #[test]
     fn each_sample_is_a_name_with_labels_and_a_number() {
@@ -592,6 +648,13 @@ mod tests {
             first_run: Some(started + Duration::from_micros(1500)),
             exits: &exits,
             disks: Vec::new(),
+            pushes: &[PushState {
+                log: "a\nb.wal".to_owned(),
+                url: "file:///a".to_owned(),
+                running: true,
+                progress: PushProgress::default(),
+                lag: Some(Duration::from_millis(1500)),
+            }],
             networks: &[NetworkInUse {
                 transport: "pci",
                 metrics: Arc::default(),

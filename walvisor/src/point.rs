@@ -1,6 +1,8 @@
 //! Points of a log's history, snapshots, and amounts of history, as text and JSON of the command
 //! line.
 
+use std::time::{SystemTime, UNIX_EPOCH};
+
 use jiff::{SignedDuration, Timestamp};
 use serde_json::{Value, json};
 use walvisor_storage::{
@@ -8,6 +10,12 @@ use walvisor_storage::{
 };
 
 use crate::size::human_size;
+
+/// A time of the wall clock in microseconds since 1970.
+pub(crate) fn unix_us(time: SystemTime) -> u64 {
+    let since = time.duration_since(UNIX_EPOCH).unwrap_or_default();
+    since.as_micros() as u64
+}
 
 /// A retention in words, for whoever has just set it.
 pub fn retain_text(retain: Retention) -> String {

@@ -131,6 +131,38 @@ pub(super) const VHOST_USER_OPENING: &[c_long] = &[
 /// The calls for the kernel's SCSI target: to add and remove LUNs in configfs.
 pub(super) const TCMU: &[c_long] = &[libc::SYS_rmdir, libc::SYS_symlink];
 
+/// The calls of a client of servers on the network: to look up names, and to connect. `socket` is
+/// allowed too, for streams, datagrams and the list of the machine's addresses.
+pub(super) const CLIENT: &[c_long] = &[
+    libc::SYS_bind,
+    libc::SYS_connect,
+    libc::SYS_getpeername,
+    libc::SYS_getsockname,
+    libc::SYS_sendmmsg,
+    libc::SYS_sendmsg,
+    libc::SYS_setsockopt,
+    libc::SYS_socketpair,
+    libc::SYS_uname,
+];
+
+/// The calls that make and remove files and directories, for an archive in a directory and for
+/// what is restored.
+pub(super) const FILES: &[c_long] = &[
+    libc::SYS_access,
+    libc::SYS_faccessat,
+    libc::SYS_faccessat2,
+    libc::SYS_fchmod,
+    libc::SYS_link,
+    libc::SYS_linkat,
+    libc::SYS_mkdir,
+    libc::SYS_readlinkat,
+    libc::SYS_renameat,
+    libc::SYS_renameat2,
+    libc::SYS_rmdir,
+    libc::SYS_unlinkat,
+    libc::SYS_utimensat,
+];
+
 /// The calls for event loops.
 pub(super) const EPOLL: &[c_long] = &[
     libc::SYS_epoll_create1,

@@ -23,8 +23,11 @@
 //! that is not allowed kills the process. The log's keeper and the thread that ends the run have
 //! the wider filter.
 //!
-//! No thread of either process can start a program or another process, make memory executable, make
-//! or connect a socket (but for `--disk-dir`), trace, mount, signal another process, or change its
+//! **A process that archives a log** has one filter too. It alone can make sockets and connect them;
+//! to which ports and files is up to Landlock.
+//!
+//! No thread of any of these processes can start a program or another process, make memory executable, make
+//! or connect a socket (but for `--disk-dir` and archives), trace, mount, signal another process, or change its
 //! credentials.
 //!
 //! **io_uring.** Seccomp does not see the requests in a ring, so no thread may make one
@@ -48,8 +51,8 @@ use seccompiler::{
 };
 
 use calls::{
-    BUILDING, BUILDING_IOCTL, CONTROL, DISK_WORKER, EPOLL, INTERRUPT_IOCTL, IOCTL, KVM_IOCTL,
-    OPEN_FILES, OPENING, RUNTIME, STORE, TCMU, TERMINAL_IOCTL, VCPU, VHOST_USER,
+    BUILDING, BUILDING_IOCTL, CLIENT, CONTROL, DISK_WORKER, EPOLL, FILES, INTERRUPT_IOCTL, IOCTL,
+    KVM_IOCTL, OPEN_FILES, OPENING, RUNTIME, STORE, TCMU, TERMINAL_IOCTL, VCPU, VHOST_USER,
     VHOST_USER_OPENING, VM,
 };
 
@@ -80,6 +83,8 @@ pub enum SyscallProfile {
         /// Build and run others after it.
         again: bool,
     },
+    /// Copy files to a server on the network, and back.
+    Archive,
 }
 
 /// The threads of a VM that have a stricter filter than the others.
@@ -111,6 +116,15 @@ impl FromStr for Seccomp {
 }
 
 impl Seccomp {
+    /// Its word on the command line.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::On => "on",
+            Self::Off => "off",
+            Self::Log => "log",
+        }
+    }
+
     /// The action for a call that is not allowed; `None` means no filter.
     fn action(self) -> Option<SeccompAction> {
         match self {
@@ -200,7 +214,27 @@ fn of_process(profile: SyscallProfile, opens: bool) -> Result<Rules, seccompiler
             let ioctl = [TERMINAL_IOCTL, KVM_IOCTL, building.1].concat();
             allowed(&common, &calls, &ioctl, &[no_new_privileges])
         }
+        SyscallProfile::Archive => {
+            allowed(&common, &[CLIENT, FILES].concat(), &[libc::FIONREAD], &[])
+        }
     }?;
+    if profile == SyscallProfile::Archive {
+        // `allowed` lets others set two options only.
+        rules.insert(libc::SYS_setsockopt, vec![]);
+        let socket = |family: libc::c_int, argument, is, value| {
+            let of_family = SeccompCondition::new(0, Len::Dword, Is::Eq, family as u64)?;
+            let condition = SeccompCondition::new(argument, Len::Dword, is, value)?;
+            SeccompRule::new(vec![of_family, condition])
+        };
+        // The machine's addresses, by NETLINK_ROUTE.
+        let mut sockets = vec![socket(libc::AF_NETLINK, 2, Is::Eq, 0)?];
+        for family in [libc::AF_INET, libc::AF_INET6, libc::AF_UNIX] {
+            for kind in [libc::SOCK_STREAM, libc::SOCK_DGRAM] {
+                sockets.push(socket(family, 1, Is::MaskedEq(0xf), kind as u64)?);
+            }
+        }
+        rules.insert(libc::SYS_socket, sockets);
+    }
     let one_of = |argument, values: &[u64]| -> Result<Vec<_>, seccompiler::BackendError> {
         let rules = values.iter().map(|value| {
             let is = SeccompCondition::new(argument, Len::Dword, Is::Eq, *value)?;
@@ -393,6 +427,22 @@ mod tests {
                 UnixListener::bind(dir.path().join("disk.sock")).unwrap();
             }
             "datagram" => drop(UnixDatagram::unbound()),
+            "client" => {
+                let error = std::net::TcpStream::connect("localhost:1").unwrap_err();
+                assert_eq!(error.kind(), std::io::ErrorKind::ConnectionRefused);
+            }
+            "raw-socket" => {
+                // SAFETY: the kernel returns an error or a descriptor.
+                unsafe { libc::socket(libc::AF_INET, libc::SOCK_RAW, libc::IPPROTO_ICMP) };
+            }
+            "packets" => {
+                // SAFETY: the kernel returns an error or a descriptor.
+                unsafe { libc::socket(libc::AF_PACKET, libc::SOCK_DGRAM, 0) };
+            }
+            "audit" => {
+                // SAFETY: the kernel returns an error or a descriptor.
+                unsafe { libc::socket(libc::AF_NETLINK, libc::SOCK_RAW, libc::NETLINK_AUDIT) };
+            }
             "program" => drop(Command::new("true").spawn()),
             "executable" => {
                 let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS;
@@ -513,14 +563,42 @@ mod tests {
             act(&name);
         });
         // Disks may be added to the daemon.
-        let profile = SyscallProfile::Daemon {
+        let daemon = SyscallProfile::Daemon {
             vhost_user: adding,
             tcmu: false,
+        };
+        let profile = if of == "archive" {
+            SyscallProfile::Archive
+        } else {
+            daemon
         };
         restrict(mode, profile, adding).unwrap();
         go.send(()).unwrap();
         earlier.join().unwrap();
         std::process::exit(0);
+    }
+
+    #[test]
+    fn an_archive_may_connect_and_do_nothing_else_that_a_daemon_may_not() {
+        for name in ["allowed", "ring", "client", "datagram"] {
+            let name = format!("archive:{name}");
+            assert_eq!(act_restricted(&name, "on").code(), Some(0), "{name}");
+        }
+        for name in [
+            "program",
+            "process",
+            "executable",
+            "signal",
+            "splice",
+            "listener",
+            "raw-socket",
+            "packets",
+            "audit",
+        ] {
+            let name = format!("archive:{name}");
+            let ended = act_restricted(&name, "on").signal();
+            assert_eq!(ended, Some(libc::SIGSYS), "{name}");
+        }
     }
 
     #[test]

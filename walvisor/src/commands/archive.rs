@@ -2,21 +2,28 @@
 
 mod plan;
 
+use std::fs::File;
 use std::path::{Path, PathBuf};
-use std::time::{Duration, Instant};
+use std::time::{Duration, Instant, SystemTime};
 
 use clap::{Args, Subcommand};
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use rustix::io::Errno;
 use serde_json::{Value, json};
 use walvisor_archive::{
     Archive, ArchiveUrl, ErrorKind, ExpireOptions, ExpireReport, Replica, ReplicaState,
     RestoreReport, RestoredDisk, Tick, UploadOptions, Uploader, expire, restore, survey, verify,
 };
-use walvisor_storage::{Commit, LogRoot, Point, Retention};
+use walvisor_storage::{Commit, LogRoot, Point};
+use walvisor_vmm::seccomp::{self, Seccomp, SyscallProfile};
 
 use super::CommandError;
 use super::disk::print;
+use super::process::seccomp_modes;
+use crate::archiving::{LAST_PUSH, PushProgress, open_progress};
+use crate::disk_spec;
 use crate::landlock::{AllowedPaths, Landlock};
-use crate::point::time_text;
+use crate::point::{time_text, unix_us};
 use crate::progress::with_bar;
 use crate::size::human_size;
 
@@ -40,6 +47,12 @@ enum ArchiveAction {
         /// Go on with what the log gets, until the process is ended.
         #[arg(long)]
         follow: bool,
+        /// With --follow, send the rest once standard input has ended, within 10 seconds, and end.
+        #[arg(long, requires = "follow")]
+        until_eof: bool,
+        /// A descriptor for the progress, from the process whose log it is.
+        #[arg(long, hide = true)]
+        progress_fd: Option<u32>,
         /// With --follow, how often to send what is new, such as 1s or 500ms.
         #[arg(long, value_name = "TIME", value_parser = time, default_value = "1s")]
         interval: Duration,
@@ -51,9 +64,8 @@ enum ArchiveAction {
         /// does not have.
         #[arg(long)]
         take_over: bool,
-        /// Whether the process gives up the files and ports that it does not need.
-        #[arg(long, value_enum, default_value_t)]
-        landlock: Landlock,
+        #[command(flatten)]
+        confined: Confinement,
         /// Print JSON: one object per line, whenever something was sent.
         #[arg(long)]
         json: bool,
@@ -62,9 +74,8 @@ enum ArchiveAction {
     Status {
         /// The archive.
         url: String,
-        /// Whether the process gives up the files and ports that it does not need.
-        #[arg(long, value_enum, default_value_t)]
-        landlock: Landlock,
+        #[command(flatten)]
+        confined: Confinement,
         /// Print JSON.
         #[arg(long)]
         json: bool,
@@ -78,9 +89,8 @@ enum ArchiveAction {
         dir: PathBuf,
         #[command(flatten)]
         at: PointArgument,
-        /// Whether the process gives up the files and ports that it does not need.
-        #[arg(long, value_enum, default_value_t)]
-        landlock: Landlock,
+        #[command(flatten)]
+        confined: Confinement,
         /// Print JSON.
         #[arg(long)]
         json: bool,
@@ -95,9 +105,8 @@ enum ArchiveAction {
         /// How often to ask the archive for what is new, such as 1s or 500ms.
         #[arg(long, value_name = "TIME", value_parser = time, default_value = "1s")]
         interval: Duration,
-        /// Whether the process gives up the files and ports that it does not need.
-        #[arg(long, value_enum, default_value_t)]
-        landlock: Landlock,
+        #[command(flatten)]
+        confined: Confinement,
         /// Print JSON: one object per line, whenever something has come.
         #[arg(long)]
         json: bool,
@@ -109,9 +118,8 @@ enum ArchiveAction {
         url: String,
         /// The replica's directory. Nobody may follow there any more.
         dir: PathBuf,
-        /// Whether the process gives up the files and ports that it does not need.
-        #[arg(long, value_enum, default_value_t)]
-        landlock: Landlock,
+        #[command(flatten)]
+        confined: Confinement,
         /// Print JSON.
         #[arg(long)]
         json: bool,
@@ -122,9 +130,8 @@ enum ArchiveAction {
         url: String,
         #[command(flatten)]
         at: PointArgument,
-        /// Whether the process gives up the files and ports that it does not need.
-        #[arg(long, value_enum, default_value_t)]
-        landlock: Landlock,
+        #[command(flatten)]
+        confined: Confinement,
         /// Print JSON.
         #[arg(long)]
         json: bool,
@@ -138,9 +145,8 @@ enum ArchiveAction {
         /// Only show what would be removed.
         #[arg(long)]
         dry_run: bool,
-        /// Whether the process gives up the files and ports that it does not need.
-        #[arg(long, value_enum, default_value_t)]
-        landlock: Landlock,
+        #[command(flatten)]
+        confined: Confinement,
         /// Print JSON.
         #[arg(long)]
         json: bool,
@@ -166,6 +172,26 @@ struct KeptPoints {
     grace: Duration,
 }
 
+/// What the process gives up.
+#[derive(Clone, Copy, Debug, Args)]
+struct Confinement {
+    /// Seccomp filter against system calls that the process does not need: on, log or off
+    #[arg(long, value_name = "MODE", default_value = "on", value_parser = seccomp_modes())]
+    seccomp: Seccomp,
+    /// Whether the process gives up the files and ports that it does not need.
+    #[arg(long, value_enum, default_value_t)]
+    landlock: Landlock,
+}
+
+impl Confinement {
+    /// Gives up all files but those in `places`, and the system calls that no archive needs.
+    fn confine(&self, places: &AllowedPaths) -> Result<(), CommandError> {
+        places.restrict(self.landlock);
+        let restricted = seccomp::restrict(self.seccomp, SyscallProfile::Archive, false);
+        restricted.map_err(CommandError::failed)
+    }
+}
+
 /// A point of the log's history.
 #[derive(Clone, Copy, Debug, Args)]
 struct PointArgument {
@@ -182,10 +208,7 @@ struct PointArgument {
 
 /// A time such as 1s or 24h.
 fn time(text: &str) -> Result<Duration, String> {
-    match text.parse() {
-        Ok(Retention::Time(time)) if !time.is_zero() => Ok(time),
-        _ => Err("give a time such as 500ms, 1s or 24h".to_owned()),
-    }
+    disk_spec::time(text).ok_or_else(|| "give a time such as 500ms, 1s or 24h".to_owned())
 }
 
 impl From<walvisor_archive::Error> for CommandError {
@@ -204,10 +227,12 @@ pub fn run(arguments: &ArchiveArguments) -> Result<(), CommandError> {
             log,
             url,
             follow,
+            until_eof,
+            progress_fd,
             interval,
             base_every,
             take_over,
-            landlock,
+            confined,
             json,
         } => {
             let options = UploadOptions {
@@ -215,6 +240,8 @@ pub fn run(arguments: &ArchiveArguments) -> Result<(), CommandError> {
                 take_over: *take_over,
             };
             let url = address(url)?;
+            let progress = progress_fd.map(open_progress).transpose();
+            let progress = progress.map_err(CommandError::failed)?;
             let mut places = places_of(&url, true);
             places.read(log);
             for image in LogRoot::read(log)?.images() {
@@ -222,27 +249,37 @@ pub fn run(arguments: &ArchiveArguments) -> Result<(), CommandError> {
                 places.read(image.path.parent().unwrap_or(&image.path));
                 places.read(&image.path);
             }
-            places.restrict(*landlock);
+            confined.confine(&places)?;
             let archive = Archive::open(&url)?;
             if *follow {
-                follow_log(&archive, log, &options, *interval, *json)
+                let push = FollowingPush {
+                    archive: &archive,
+                    log,
+                    options,
+                    interval: *interval,
+                    json: *json,
+                    until_eof: *until_eof,
+                    told: PushProgress::default(),
+                    progress,
+                };
+                push.run()
             } else {
                 push(&archive, log, options, *json)
             }
         }
         ArchiveAction::Status {
             url,
-            landlock,
+            confined,
             json,
-        } => status(&opened(url, None, false, *landlock)?, *json),
+        } => status(&opened(url, None, false, confined)?, *json),
         ArchiveAction::Restore {
             url,
             dir,
             at,
-            landlock,
+            confined,
             json,
         } => {
-            let archive = opened(url, Some(dir), true, *landlock)?;
+            let archive = opened(url, Some(dir), true, confined)?;
             let done = with_bar("restoring", |progress| {
                 restore(&archive, dir, at.at, progress)
             })?;
@@ -253,10 +290,10 @@ pub fn run(arguments: &ArchiveArguments) -> Result<(), CommandError> {
             url,
             dir,
             interval,
-            landlock,
+            confined,
             json,
         } => follow_archive(
-            &opened(url, Some(dir), true, *landlock)?,
+            &opened(url, Some(dir), true, confined)?,
             dir,
             *interval,
             *json,
@@ -264,16 +301,16 @@ pub fn run(arguments: &ArchiveArguments) -> Result<(), CommandError> {
         ArchiveAction::Promote {
             url,
             dir,
-            landlock,
+            confined,
             json,
-        } => promote(&opened(url, Some(dir), true, *landlock)?, dir, *json),
+        } => promote(&opened(url, Some(dir), true, confined)?, dir, *json),
         ArchiveAction::Verify {
             url,
             at,
-            landlock,
+            confined,
             json,
         } => {
-            let archive = opened(url, None, true, *landlock)?;
+            let archive = opened(url, None, true, confined)?;
             let done = with_bar("verifying", |progress| verify(&archive, at.at, progress))?;
             report_verified(&done, *json);
             Ok(())
@@ -282,11 +319,11 @@ pub fn run(arguments: &ArchiveArguments) -> Result<(), CommandError> {
             url,
             kept,
             dry_run,
-            landlock,
+            confined,
             json,
         } => {
             let url = address(url)?;
-            places_of(&url, true).restrict(*landlock);
+            confined.confine(&places_of(&url, true))?;
             let archive = Archive::open(&url)?;
             let options = ExpireOptions {
                 keep: kept.keep,
@@ -316,7 +353,7 @@ fn opened(
     url: &str,
     dir: Option<&Path>,
     leased: bool,
-    landlock: Landlock,
+    confined: &Confinement,
 ) -> Result<Archive, CommandError> {
     let url = address(url)?;
     // A restore leaves a note there of what it needs.
@@ -331,7 +368,7 @@ fn opened(
         })?;
         places.tree(dir);
     }
-    places.restrict(landlock);
+    confined.confine(&places)?;
     Ok(Archive::open(&url)?)
 }
 
@@ -395,45 +432,139 @@ fn push(
 /// How long to wait before the store is tried again, at most.
 const LONGEST_WAIT: Duration = Duration::from_secs(30);
 
-/// Sends what the log gets, until something fails that will not mend itself.
-fn follow_log(
-    archive: &Archive,
-    log: &Path,
-    options: &UploadOptions,
+/// A push that goes on with what the log gets.
+struct FollowingPush<'a> {
+    archive: &'a Archive,
+    log: &'a Path,
+    options: UploadOptions,
     interval: Duration,
     json: bool,
-) -> Result<(), CommandError> {
-    let mut retry = Retry::new(interval);
-    let mut uploader = None;
-    loop {
-        let begun = Instant::now();
-        let ticked = match &mut uploader {
-            Some(uploader) => {
-                let ticked = Uploader::tick(uploader);
-                warn_anew(uploader);
-                ticked.map(Some)
+    /// Ends once standard input has ended.
+    until_eof: bool,
+    /// What is told in `progress`, for the process whose log it is.
+    told: PushProgress,
+    progress: Option<File>,
+}
+
+impl FollowingPush<'_> {
+    /// Sends what the log gets, until its input ends, or something fails that will not mend itself.
+    fn run(mut self) -> Result<(), CommandError> {
+        let done = self.follow();
+        if let Err(error) = &done {
+            self.tell_error(error);
+        }
+        done
+    }
+
+    fn follow(&mut self) -> Result<(), CommandError> {
+        let mut retry = Retry::new(self.interval);
+        let mut uploader = None;
+        let mut until = None;
+        loop {
+            let (begun, begun_us) = (Instant::now(), unix_us(SystemTime::now()));
+            let ticked = match &mut uploader {
+                Some(uploader) => {
+                    let ticked = Uploader::tick(uploader);
+                    warn_anew(uploader);
+                    ticked.map(Some)
+                }
+                None => Uploader::new(self.archive, self.log, self.options.clone()).map(|new| {
+                    uploader = Some(new);
+                    None
+                }),
+            };
+            let rest = match ticked {
+                Ok(tick) => {
+                    retry.worked();
+                    let Some(tick) = tick else { continue };
+                    self.tell(&tick, begun_us);
+                    if until.is_some() && tick.caught_up {
+                        return Ok(());
+                    }
+                    let idle = (tick.caught_up || tick.log_bytes == 0) && tick.base.is_none();
+                    if idle {
+                        self.interval.saturating_sub(begun.elapsed())
+                    } else {
+                        Duration::ZERO
+                    }
+                }
+                Err(error) if error.kind() == ErrorKind::Unavailable && until.is_none() => {
+                    tracing::warn!("{error}; the archive is behind, and is tried again");
+                    self.tell_error(&error);
+                    retry.next()
+                }
+                Err(error) => return Err(error.into()),
+            };
+            match until {
+                None if self.until_eof => {
+                    until = input_ends(rest).then(|| Instant::now() + LAST_PUSH)
+                }
+                None => std::thread::sleep(rest),
+                Some(end) if Instant::now() > end => {
+                    let log = self.log.display();
+                    return Err(CommandError::Failed(format!(
+                        "{log}: the archive still lacks what was written last; push it again"
+                    )));
+                }
+                Some(_) => {}
             }
-            None => Uploader::new(archive, log, options.clone()).map(|new| {
-                uploader = Some(new);
-                None
-            }),
+        }
+    }
+
+    /// Tells how far the archive is. `begun_us`: when the tick began.
+    fn tell(&mut self, tick: &Tick, begun_us: u64) {
+        if self.json && (tick.records > 0 || tick.base.is_some()) {
+            print(format_args!("{}\n", tick_json(tick)));
+        }
+        let traffic = self.archive.traffic();
+        self.told = PushProgress {
+            lsn: tick.last.lsn,
+            cid: tick.last.cid,
+            unix_us: tick.last.unix_us,
+            caught_up_us: if tick.caught_up {
+                begun_us
+            } else {
+                self.told.caught_up_us
+            },
+            restorable: tick.restorable,
+            sent_bytes: traffic.sent_bytes,
+            requests: traffic.reads + traffic.writes + traffic.lists,
+            error: None,
         };
-        match ticked {
-            Ok(tick) => {
-                retry.worked();
-                let Some(tick) = tick else { continue };
-                if json && (tick.records > 0 || tick.base.is_some()) {
-                    print(format_args!("{}\n", tick_json(&tick)));
-                }
-                if (tick.caught_up || tick.log_bytes == 0) && tick.base.is_none() {
-                    std::thread::sleep(interval.saturating_sub(begun.elapsed()));
-                }
-            }
-            Err(error) if error.kind() == ErrorKind::Unavailable => {
-                tracing::warn!("{error}; the archive is behind, and is tried again");
-                retry.wait();
-            }
-            Err(error) => return Err(error.into()),
+        self.write_progress();
+    }
+
+    fn tell_error(&mut self, error: &impl ToString) {
+        self.told.error = Some(error.to_string());
+        self.write_progress();
+    }
+
+    fn write_progress(&self) {
+        let written = self.progress.as_ref().map(|file| self.told.write(file));
+        if let Some(Err(error)) = written {
+            tracing::warn!("the progress can't be told: {error}");
+        }
+    }
+}
+
+/// Waits for so long, or until standard input has ended; returns whether it has.
+fn input_ends(limit: Duration) -> bool {
+    let (stdin, until) = (std::io::stdin(), Instant::now() + limit);
+    loop {
+        let left = until.saturating_duration_since(Instant::now());
+        let left = Timespec::try_from(left).ok();
+        let mut fds = [PollFd::new(&stdin, PollFlags::IN)];
+        match poll(&mut fds, left.as_ref()) {
+            Ok(0) => return false,
+            Ok(_) => {}
+            Err(Errno::INTR) => continue,
+            Err(_) => return true,
+        }
+        // What somebody types is not for this process.
+        match rustix::io::read(&stdin, &mut [0; 512]) {
+            Ok(0) => return true,
+            Ok(_) | Err(Errno::INTR) => {}
+            Err(_) => return true,
         }
     }
 }
@@ -467,9 +598,11 @@ impl Retry {
         self.wait = self.interval;
     }
 
-    fn wait(&mut self) {
-        std::thread::sleep(self.wait);
-        self.wait = (2 * self.wait).min(LONGEST_WAIT.max(self.interval));
+    /// How long to wait before the next attempt.
+    fn next(&mut self) -> Duration {
+        let wait = self.wait;
+        self.wait = (2 * wait).min(LONGEST_WAIT.max(self.interval));
+        wait
     }
 }
 
@@ -507,7 +640,7 @@ fn follow_archive(
             }
             Err(error) if matches!(error.kind(), ErrorKind::Unavailable | ErrorKind::InUse) => {
                 tracing::warn!("{error}; the replica is behind, and is tried again");
-                retry.wait();
+                std::thread::sleep(retry.next());
             }
             Err(error) => return Err(error.into()),
         }

@@ -17,6 +17,7 @@ use super::metrics_file::MetricsFile;
 use super::socket::Sockets;
 use super::socket_names::SocketNames;
 use super::{CommandError, socket};
+use crate::archiving::Pushes;
 use crate::control_socket::CONTROL_MODE;
 use crate::disk_spec::DiskSpec;
 use crate::disks::{self, OpenLogs};
@@ -136,7 +137,8 @@ impl ProcessArguments {
         sockets.collect()
     }
 
-    /// Gives up root, then all files and ports that the process doesn't need, and opens its disks.
+    /// Gives up root, starts the pushes of the disks' logs, gives up all files and ports that the
+    /// process doesn't need, and opens its disks.
     /// Call it while the process has one thread, and after all its sockets are bound: their names
     /// now belong to a child. System calls are still to be given up, by the seccomp filter.
     ///
@@ -150,7 +152,7 @@ impl ProcessArguments {
         needs: &[&Path],
         wants_root: bool,
         allow: impl FnOnce(&mut AllowedPaths),
-    ) -> Result<(Vec<OpenDisk>, OpenLogs), CommandError> {
+    ) -> Result<(Vec<OpenDisk>, OpenLogs, Pushes), CommandError> {
         if let Some(user) = &self.user {
             let given = names.give_to(user.ids());
             given.map_err(|error| self.cannot_become(&error))?;
@@ -167,6 +169,8 @@ impl ProcessArguments {
         }
         let made = disks::make_files(specs);
         let scratch = made.map_err(|error| self.cannot_open(&error))?;
+        let pushes = Pushes::start(disks::logs_to_archive(specs), self.seccomp, self.landlock);
+        let pushes = pushes.map_err(CommandError::Failed)?;
         let mut paths = AllowedPaths::of(specs);
         allow(&mut paths);
         paths.restrict(self.landlock);
@@ -174,7 +178,7 @@ impl ProcessArguments {
         let (open, logs) = opened.map_err(|error| self.cannot_open(&error))?;
         logs.keep(specs).map_err(CommandError::Failed)?;
         disks::prepare_rings(&open);
-        Ok((open, logs))
+        Ok((open, logs, pushes))
     }
 
     /// The error for disks that the process may not open as its user.

@@ -24,6 +24,7 @@ use super::metrics_file::MetricsFile;
 use super::process::ProcessArguments;
 use super::socket::Sockets;
 use super::socket_names::SocketNames;
+use crate::archiving::Pushes;
 use crate::control_socket::{CONTROL_MODE, ControlledProcess, Server};
 use crate::disk_spec::{DiskArgument, DiskCommand, DiskSpec};
 use crate::disks;
@@ -176,7 +177,8 @@ pub fn run(arguments: &RunArguments, started: Instant) -> Result<(), CommandErro
             paths.read(Path::new("/proc/cpuinfo"));
         },
     );
-    let (disks, logs) = opened?;
+    let (disks, logs, pushes) = opened?;
+    let pushes = Arc::new(pushes);
     let checked = networks.iter_mut().try_for_each(OpenNetwork::check);
     let ran = checked.map_err(CommandError::Failed).and_then(|()| {
         let guest = Guest {
@@ -187,12 +189,14 @@ pub fn run(arguments: &RunArguments, started: Instant) -> Result<(), CommandErro
             console,
             control,
             scraped,
+            pushes: Arc::clone(&pushes),
         };
         run_on(arguments, started, guest, metrics)
     });
     drop(names);
     // The logs are closed however the run ended, and the first error is returned.
     let closed = logs.close().map_err(CommandError::failed);
+    pushes.finish();
     ran.and(closed)
 }
 
@@ -237,6 +241,7 @@ struct Guest {
     control: Option<UnixListener>,
     /// The sockets where metrics are served.
     scraped: Vec<OwnedFd>,
+    pushes: Arc<Pushes>,
 }
 
 /// Runs the guest, and boots it again after a reset if that is wanted.
@@ -337,7 +342,8 @@ fn boot(
              IMAGE' boots a root image nested"
         );
     }
-    let controlled = Arc::new(ControlledProcess::vm(&vm, started));
+    let controlled = ControlledProcess::vm(&vm, started);
+    let controlled = Arc::new(controlled.with_pushes(Arc::clone(&guest.pushes)));
     if let Some(listener) = &guest.control {
         let listener = listener.try_clone().map_err(CommandError::failed)?;
         let server = Server::start(listener, Arc::clone(&controlled));
@@ -356,6 +362,7 @@ fn boot(
         first_run: outcome.first_run,
         exits: &exits,
         disks: attached.iter().map(DiskMetrics::from).collect(),
+        pushes: &guest.pushes.states(),
         networks: &networks,
         memory: outcome.memory,
     };

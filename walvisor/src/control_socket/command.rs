@@ -7,7 +7,7 @@ use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value, json};
 use walvisor_devices::throttle::MAX_WEIGHT;
 
-use crate::metrics::unix_us;
+use crate::point::unix_us;
 
 /// How many commits `points` lists by default, and at most.
 pub const FEW_POINTS: usize = 20;

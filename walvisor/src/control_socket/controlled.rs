@@ -16,6 +16,7 @@ use walvisor_vmm::vm::exits::ExitCounters;
 use super::exports::Exports;
 use super::looks::Looks;
 use super::stats;
+use crate::archiving::Pushes;
 use crate::disk_spec::{DiskCommand, DiskSpec};
 use crate::disks::RemovedDisk;
 
@@ -133,6 +134,7 @@ pub struct ControlledProcess {
     pub(super) power: Power,
     pub(super) looks: Looks,
     pub(super) exports: Exports,
+    pub(super) pushes: Arc<Pushes>,
     pub(super) changes: Mutex<DiskChanges>,
     /// Locked by a client's thread while it changes anything, which may take long.
     pub(super) changing: Mutex<()>,
@@ -152,11 +154,18 @@ impl ControlledProcess {
             power,
             looks: Looks::default(),
             exports: Exports::default(),
+            pushes: Arc::default(),
             changes: Mutex::default(),
             changing: Mutex::default(),
             paused: AtomicBool::new(false),
             ending: AtomicBool::new(false),
         }
+    }
+
+    /// Adds what archives its logs.
+    #[must_use]
+    pub fn with_pushes(self, pushes: Arc<Pushes>) -> Self {
+        Self { pushes, ..self }
     }
 
     /// A VM that is about to run.

@@ -8,12 +8,13 @@ use walvisor_storage::SyncPartner;
 use walvisor_vmm::vm::exits::ExitReason;
 
 use super::controlled::{ControlledProcess, DiskLease, Power};
+use crate::archiving::PushState;
 use crate::disk::{cache_in_force, log_counters, log_name, logged};
 use walvisor_devices::block::{Latencies, LatencyCounts, OperationKind};
 use walvisor_devices::throttle::Throttle;
 
-use crate::metrics::{DiskMetrics, RunMetrics, render, render_served, unix_us};
-use crate::point::history_json;
+use crate::metrics::{DiskMetrics, RunMetrics, render, render_served};
+use crate::point::{history_json, unix_us};
 
 /// All statistics, as JSON.
 pub(super) fn json(controlled: &ControlledProcess) -> Value {
@@ -31,7 +32,7 @@ pub(super) fn json(controlled: &ControlledProcess) -> Value {
         "state": state,
         "uptime_us": controlled.started.elapsed().as_micros() as u64,
         "memory": { "used_bytes": budget.used(), "limit_bytes": budget.limit() },
-        "logs": logs(&disks),
+        "logs": logs(&disks, &controlled.pushes.states()),
         "disks": disks.iter().map(|one| disk(one, &disks, controlled)).collect::<Vec<_>>(),
     });
     if let Power::Guest { exits, .. } = &controlled.power {
@@ -119,7 +120,7 @@ fn condition(condition: &Condition) -> Value {
 }
 
 /// The logs, each once, with the names of its disks.
-fn logs(disks: &[DiskLease]) -> Vec<Value> {
+fn logs(disks: &[DiskLease], pushes: &[PushState]) -> Vec<Value> {
     let mut logs: Vec<Value> = Vec::new();
     for disk in disks {
         let Some(mut log) = log(&*disk.backend) else {
@@ -130,11 +131,30 @@ fn logs(disks: &[DiskLease]) -> Vec<Value> {
             Some(names) => names.push(disk.name.as_str().into()),
             None => {
                 log["disks"] = json!([disk.name]);
+                let push = pushes.iter().find(|push| log["path"] == push.log);
+                log["archive"] = push.map(archive).into();
                 logs.push(log);
             }
         }
     }
     logs
+}
+
+/// The archive of a log.
+fn archive(push: &PushState) -> Value {
+    let progress = &push.progress;
+    json!({
+        "url": push.url,
+        "running": push.running,
+        "lsn": progress.lsn,
+        "cid": progress.cid,
+        "unix_us": progress.unix_us,
+        "lag_us": push.lag.map(|lag| lag.as_micros() as u64),
+        "restorable": progress.restorable,
+        "sent_bytes": progress.sent_bytes,
+        "requests": progress.requests,
+        "error": progress.error,
+    })
 }
 
 /// The latency of requests by operation, over all queues. A percentile is the upper bound of its
@@ -200,6 +220,7 @@ pub(super) fn prometheus(controlled: &ControlledProcess) -> String {
         .iter()
         .map(|disk| DiskMetrics::from(&**disk))
         .collect();
+    let pushes = controlled.pushes.states();
     match &controlled.power {
         Power::Guest {
             exits,
@@ -211,9 +232,10 @@ pub(super) fn prometheus(controlled: &ControlledProcess) -> String {
             first_run: first_run.get().copied(),
             exits,
             disks,
+            pushes: &pushes,
             networks,
             memory: None,
         }),
-        Power::Daemon { .. } => render_served(&disks),
+        Power::Daemon { .. } => render_served(&disks, &pushes),
     }
 }

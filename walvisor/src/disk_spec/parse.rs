@@ -232,13 +232,15 @@ impl DiskSpec {
 }
 
 /// Keys that matter only to a log that is written.
-const COMMITS: [&str; 6] = [
+const COMMITS: [&str; 8] = [
     "cache",
     "answer",
     "commit-wait-usec",
     "commit-wait-count",
     "close-seconds",
     "spill-limit",
+    "archive",
+    "archive-interval",
 ];
 
 /// Refuses keys of another backend, keys that contradict each other, and missing keys.
@@ -296,7 +298,7 @@ fn check(spec: &DiskSpec, given: &[&'static Key]) -> Result<(), DiskSpecError> {
         (
             spec.at.is_some() && COMMITS.iter().any(|name| has(name)),
             "at= reads a log without writing it: leave cache=, answer=, commit-wait-usec=, \
-             commit-wait-count=, close-seconds= and spill-limit= out",
+             commit-wait-count=, close-seconds=, spill-limit=, archive= and archive-interval= out",
         ),
         (
             spec.in_order && spec.device == DeviceKind::Scsi,

@@ -180,6 +180,12 @@ pub struct DiskSpec {
     /// What writes and FLUSHes do while the log is full and cannot be emptied; `None`: as another
     /// disk of the log says, or they fail.
     pub on_full: Option<FullLogPolicy>,
+    /// The address of the archive to which the log's push sends it; `None`: as another disk of the
+    /// log says, or it is not archived.
+    pub archive: Option<String>,
+    /// How often the push sends what is new; `None`: as another disk of the log says, or each
+    /// second.
+    pub archive_interval: Option<Duration>,
     /// Images of disks on the log that nobody uses in this process, and to which the log may copy
     /// its records of them.
     pub detached: Vec<PathBuf>,
@@ -235,6 +241,8 @@ impl Default for DiskSpec {
             retain: None,
             index_memory: None,
             spill_limit: None,
+            archive: None,
+            archive_interval: None,
             on_full: None,
             detached: Vec::new(),
             socket: None,

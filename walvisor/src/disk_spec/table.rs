@@ -428,6 +428,32 @@ pub const KEYS: &[Key] = &[
             fail, or wait until there is space",
     },
     Key {
+        name: "archive",
+        value: Value::Text {
+            expected: "s3://BUCKET/PREFIX or file:///DIRECTORY",
+            set: |spec, text| {
+                let url = (!text.is_empty()).then(|| text.to_owned());
+                url.map(|url| spec.archive = Some(url))
+            },
+        },
+        default: "no archive, unless another disk of the log has one",
+        commands: EVERYWHERE,
+        backends: LOGGED,
+        help: "A second place for the log and its images, to which a process of its own sends what \
+            is new; keys for the store come from the environment",
+    },
+    Key {
+        name: "archive-interval",
+        value: Value::Text {
+            expected: "a time such as 500ms, 1s or 1h",
+            set: |spec, text| time(text).map(|time| spec.archive_interval = Some(time)),
+        },
+        default: "1 second",
+        commands: EVERYWHERE,
+        backends: LOGGED,
+        help: "How often what is new in the log goes to its archive",
+    },
+    Key {
         name: "detached",
         value: Value::Text {
             expected: "paths separated by ':'",
@@ -551,6 +577,14 @@ fn is_wwn(text: &str) -> bool {
     let digit = |byte: u8| byte.is_ascii_digit() || (b'a'..=b'f').contains(&byte);
     text.strip_prefix("naa.")
         .is_some_and(|digits| digits.len() == 16 && digits.bytes().all(digit))
+}
+
+/// A time that is not zero.
+pub fn time(text: &str) -> Option<Duration> {
+    match text.parse() {
+        Ok(Retention::Time(time)) if !time.is_zero() => Some(time),
+        _ => None,
+    }
 }
 
 fn path(text: &str) -> Option<PathBuf> {

@@ -138,6 +138,8 @@ fn example(key: &Key) -> &'static str {
         "at" => "cid:1",
         "retain" => "24h",
         "on-full" => "pause",
+        "archive" => "file:///a",
+        "archive-interval" => "1s",
         _ => key.default,
     }
 }

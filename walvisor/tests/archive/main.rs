@@ -290,6 +290,96 @@ fn a_replica_follows_is_read_and_takes_over() {
     assert!(errors.contains("the directory is not empty"), "{errors}");
 }
 
+/// What a daemon says of its log's archive.
+fn archive_of(dir: &Path) -> serde_json::Value {
+    let told = succeed(dir, "ctl ctl stats --json");
+    let told: serde_json::Value = serde_json::from_str(&told).unwrap();
+    told["logs"][0]["archive"].clone()
+}
+
+/// A daemon has its log archived: all of it when it ends, and also when it is killed. The disk goes
+/// on without the store, and when another push has taken the archive over.
+#[test]
+fn a_daemon_archives_its_log() {
+    let store = S3::start("bucket");
+    let url = store.url("bucket/one");
+    let (_place, home, elsewhere) = two_hosts();
+    create(&home, "disk.img", "1M --retain 1h");
+    let spec = format!("path=disk.img,socket=nbd.sock,archive={url},archive-interval=50ms");
+    let start = || {
+        let mut command = Command::new(program());
+        command.args(["serve", "nbd", "--control", "ctl", "--disk", &spec]);
+        with_keys(&mut command);
+        let daemon = Daemon::start_as(&home, &mut command, 1);
+        let client = RawClient::extended(&home.join("nbd.sock"));
+        (daemon, client)
+    };
+    let in_archive = || {
+        let verified = output(&mut archive(&elsewhere, &format!("verify {url} --json")));
+        verified
+            .status
+            .success()
+            .then(|| number(&text(&verified.stdout), "lsn"))
+    };
+    let mut written = 0_u64;
+    let (daemon, mut client) = start();
+    for _ in 0..100 {
+        write_next(&mut client, &mut written);
+    }
+    wait_until("the archive", || {
+        let told = archive_of(&home);
+        told["restorable"] == true && told["lsn"] == written
+    });
+    let told = archive_of(&home);
+    assert_eq!(
+        (&told["running"], &told["error"]),
+        (&true.into(), &serde_json::Value::Null)
+    );
+    assert!(told["lag_us"].as_u64() < Some(60_000_000), "{told}");
+    let shown = succeed(&home, "ctl ctl stats");
+    assert!(
+        shown.contains(&format!("archive: {url} has everything up to ")),
+        "{shown}"
+    );
+    (0..100).for_each(|_| write_next(&mut client, &mut written));
+    drop(client);
+    daemon.stop();
+    assert_eq!(in_archive(), Some(written));
+
+    let (daemon, mut client) = start();
+    (0..100).for_each(|_| write_next(&mut client, &mut written));
+    daemon.kill();
+    wait_until("the push of a killed daemon", || {
+        in_archive() == Some(written)
+    });
+
+    let (daemon, mut client) = start();
+    write_next(&mut client, &mut written);
+    wait_until("another push", || archive_of(&home)["lsn"] == written);
+    store.fail_one_in(1);
+    (0..100).for_each(|_| write_next(&mut client, &mut written));
+    wait_until("an error of the store", || {
+        archive_of(&home)["error"].is_string()
+    });
+    store.fail_one_in(0);
+    wait_until("the archive to catch up", || {
+        archive_of(&home)["lsn"] == written
+    });
+    // Another process takes the archive over, and the daemon's push ends.
+    done(&mut archive(&home, &format!("push disk.img.wal {url}")));
+    wait_until("the end of the daemon's push", || {
+        write_next(&mut client, &mut written);
+        archive_of(&home)["running"] == false
+    });
+    let told = archive_of(&home)["error"].to_string();
+    assert!(told.contains("writes this archive now"), "{told}");
+    let shown = succeed(&home, "ctl ctl stats");
+    assert!(shown.contains("; its push has ended: "), "{shown}");
+    write_next(&mut client, &mut written);
+    drop(client);
+    daemon.stop();
+}
+
 #[test]
 fn a_second_uploader_ends_the_first_one_with_a_line_that_says_who_has_it() {
     let store = S3::start("bucket");

@@ -196,10 +196,13 @@ fn a_signal_stops_a_running_guest_and_leaves_its_disk_closed() {
         .output()
         .unwrap();
     assert!(created.status.success(), "{}", stderr(&created));
+    let archive = directory.path().join("archive");
+    std::fs::create_dir(&archive).unwrap();
+    let url = format!("file://{}", archive.display());
     for signal in [Signal::TERM, Signal::INT, Signal::HUP] {
         let console = directory.path().join(format!("console-{signal:?}"));
         let console_target = format!("file:{}", console.display());
-        let spec = format!("path={}", disk.display());
+        let spec = format!("path={},archive={url}", disk.display());
         let kernel = kernel.to_str().unwrap();
         let mut command = std::process::Command::new(env!("CARGO_BIN_EXE_walvisor"));
         command
@@ -230,6 +233,8 @@ fn a_signal_stops_a_running_guest_and_leaves_its_disk_closed() {
         .output()
         .unwrap();
     assert!(checked.status.success(), "{}", stderr(&checked));
+    let archived = command(["archive", "verify", &url]).output().unwrap();
+    assert!(archived.status.success(), "{}", stderr(&archived));
 }
 
 #[test]

@@ -6,7 +6,7 @@ use std::time::SystemTime;
 use serde_json::Value;
 
 use super::CtlRequest;
-use crate::metrics::unix_us;
+use crate::point::unix_us;
 use crate::point::{age, history_text, since_text, time_text};
 use crate::size::human_size;
 use crate::table::{Table, fit_terminal};
@@ -279,6 +279,27 @@ fn rewound(answer: &Value) -> String {
     )
 }
 
+/// How far the archive of a log is.
+fn archive_text(archive: &Value) -> String {
+    let lag = match archive["lag_us"].as_u64() {
+        Some(us) => format!("has everything up to {:.1} s ago", us as f64 / 1e6),
+        None => "has not caught up yet".to_owned(),
+    };
+    let images = if archive["restorable"] == true {
+        ""
+    } else {
+        "; its images are not complete"
+    };
+    let ended = if archive["running"] == true {
+        ""
+    } else {
+        "; its push has ended"
+    };
+    let error = archive["error"].as_str();
+    let error = error.map_or_else(String::new, |error| format!(": {error}"));
+    format!("{} {lag}{images}{ended}{error}", text(&archive["url"]))
+}
+
 /// Counters and the current state.
 fn stats(stats: &Value) -> String {
     let seconds = stats["uptime_us"].as_u64().unwrap_or(0) / 1_000_000;
@@ -321,6 +342,9 @@ fn stats(stats: &Value) -> String {
             log["checkpoints"],
             size(&log["base_bytes"]),
         );
+        if log["archive"].is_object() {
+            lines += &format!("  archive: {}\n", archive_text(&log["archive"]));
+        }
         if log["history"].is_object() {
             lines += &format!("  history: {}\n", history_text(&log["history"]));
         }

@@ -2,9 +2,9 @@
 //!
 //! ```text
 //!   sockets of a service manager ─▶ Doors::check ─▶ Shutdown::prepare ─▶ Doors::bind
-//!     ─▶ ProcessArguments::open_disks: no root ─▶ Landlock ─▶ disks::open   (as `walvisor run`)
+//!     ─▶ ProcessArguments::open_disks: no root ─▶ Pushes::start ─▶ Landlock ─▶ disks::open   (as `walvisor run`)
 //!     ─▶ seccomp ─▶ Doors::start ─▶ Shutdown::wait ─▶ Doors::stop
-//!     ─▶ names of sockets are removed ─▶ logs are closed ─▶ Doors::logs_closed
+//!     ─▶ names of sockets are removed ─▶ logs are closed ─▶ Pushes::finish ─▶ Doors::logs_closed
 //! ```
 
 use std::io::Write;
@@ -26,6 +26,7 @@ use super::config::PoolFile;
 use super::door::Doors;
 use super::hotplug::{Hotplug, ServedDisks, SharedLogs};
 use super::nbd::TlsArguments;
+use crate::archiving::Pushes;
 use crate::commands::CommandError;
 use crate::commands::metrics_file::MetricsFile;
 use crate::commands::process::ProcessArguments;
@@ -158,7 +159,8 @@ impl DaemonArguments {
                 doors.allow(paths);
                 pool.iter().for_each(|pool| pool.allow(paths));
             });
-        let (open, logs) = opened?;
+        let (open, logs, pushes) = opened?;
+        let pushes = Arc::new(pushes);
         let logs = SharedLogs::new(logs);
         let profile = doors.profile();
         let config = pool.as_ref().map(PoolFile::path);
@@ -167,11 +169,11 @@ impl DaemonArguments {
         let served = seccomp::restrict(self.process.seccomp, profile, opens)
             .map_err(CommandError::failed)
             .and_then(|()| serve(&hotplug, open))
-            .and_then(|disks| shutdown.wait(disks, &hotplug, pool, scraped));
+            .and_then(|disks| shutdown.wait(disks, &hotplug, pool, scraped, &pushes));
         let stopped = hotplug.lock().doors.stop();
         let served = served.map(|disks| disks.iter().map(DiskMetrics::from).collect());
         drop(names);
-        finish(served, metrics, &logs).and(stopped)?;
+        finish(served, metrics, &logs, &pushes).and(stopped)?;
         hotplug.lock().doors.logs_closed()
     }
 }
@@ -209,12 +211,14 @@ fn finish(
     served: Result<Vec<DiskMetrics>, CommandError>,
     metrics: Option<MetricsFile>,
     logs: &SharedLogs,
+    pushes: &Pushes,
 ) -> Result<(), CommandError> {
     let written = match (&served, metrics) {
-        (Ok(disks), Some(metrics)) => metrics.write(&render_served(disks)),
+        (Ok(disks), Some(metrics)) => metrics.write(&render_served(disks, &pushes.states())),
         _ => Ok(()),
     };
     let closed = logs.take().close().map_err(CommandError::failed);
+    pushes.finish();
     served.map(|_| ()).and(written).and(closed)
 }
 
@@ -264,6 +268,7 @@ impl Shutdown {
         hotplug: &Hotplug,
         mut pool: Option<PoolFile>,
         scraped: Vec<OwnedFd>,
+        pushes: &Arc<Pushes>,
     ) -> Result<Vec<DiskInUse>, CommandError> {
         let stop = Stop::new().map_err(CommandError::failed)?;
         let mut waiter = Waiter::new(&self.signals, &stop).map_err(CommandError::failed)?;
@@ -271,12 +276,8 @@ impl Shutdown {
             end: Box::new(move || stop.tell()),
             hotplug: Some(Box::new(hotplug.clone())),
         };
-        let controlled = Arc::new(ControlledProcess::new(
-            self.kind,
-            self.started,
-            disks,
-            power,
-        ));
+        let controlled = ControlledProcess::new(self.kind, self.started, disks, power);
+        let controlled = Arc::new(controlled.with_pushes(Arc::clone(pushes)));
         let server = self.socket.take();
         let server = server.map(|listener| ControlServer::start(listener, Arc::clone(&controlled)));
         let server = server.transpose().map_err(CommandError::failed)?;
