@@ -66,7 +66,7 @@ pub struct PushProgress {
 }
 
 impl PushProgress {
-    /// Notes this in a file of [`Push`].
+    /// Notes this in a file that [`open_progress`] has opened.
     ///
     /// # Errors
     /// If it can't be written.
@@ -230,7 +230,7 @@ impl Pushes {
     }
 }
 
-/// The log of a push that reports to a file descriptor, see [`PushProgress::write`].
+/// Opens the file for the progress of a push, by the descriptor that the push was given.
 ///
 /// # Errors
 /// If there is no such descriptor.
