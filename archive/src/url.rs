@@ -38,6 +38,26 @@ impl ArchiveUrl {
         }
     }
 
+    /// Whether the name of a server has to be looked up.
+    pub fn looks_up_names(&self) -> bool {
+        let StorePlace::S3 {
+            endpoint,
+            virtual_host,
+            ..
+        } = &self.place
+        else {
+            return false;
+        };
+        let server = endpoint.as_ref().and_then(|url| {
+            let (_, rest) = url.split_once("://")?;
+            let server = rest.split('/').next()?;
+            let is_address = server.parse::<std::net::SocketAddr>().is_ok();
+            let host = server.trim_matches(['[', ']']);
+            Some(is_address || host.parse::<std::net::IpAddr>().is_ok())
+        });
+        *virtual_host || server != Some(true)
+    }
+
     /// The file with keys for the store that is read where the environment has none.
     pub fn keys_file() -> Option<PathBuf> {
         let file = std::env::var_os("AWS_SHARED_CREDENTIALS_FILE").map(PathBuf::from);
@@ -160,6 +180,25 @@ mod tests {
         let url: ArchiveUrl = "file:///srv/a".parse().unwrap();
         assert_eq!(url.place, StorePlace::Directory("/srv/a".into()));
         assert!(url.fencing);
+    }
+
+    #[test]
+    fn the_address_of_a_server_needs_no_look_up() {
+        for (text, looks_up) in [
+            ("file:///srv/a", false),
+            ("s3://b/a", true),
+            ("s3://b/a?endpoint=http://store:9000", true),
+            ("s3://b/a?endpoint=http://10.0.0.1:9000", false),
+            ("s3://b/a?endpoint=https://[fd00::1]:9000/x", false),
+            ("s3://b/a?endpoint=https://10.0.0.1", false),
+            (
+                "s3://b/a?endpoint=http://10.0.0.1:9000&virtual-host=on",
+                true,
+            ),
+        ] {
+            let url: ArchiveUrl = text.parse().unwrap();
+            assert_eq!(url.looks_up_names(), looks_up, "{text}");
+        }
     }
 
     #[test]

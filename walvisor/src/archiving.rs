@@ -2,20 +2,20 @@
 //! to the store what the log gets. It has the network, which this process never uses.
 //!
 //! ```text
-//!   this process ── a pipe, whose end means: all logs are closed ──▶ archive push ──▶ the store
-//!        ▲                                                              │
-//!        └───────── a file in memory: how far the archive is ◀──────────┘
+//!   this process ── a pipe: a byte, the log is open; its end, it is closed ──▶ archive push ──▶ the store
+//!        ▲                                                                        │
+//!        └───────────── a file in memory: how far the archive is ◀────────────────┘
 //! ```
 //! A push outlives a kill of this process until it has sent what the log got before.
 
 use std::fs::File;
-use std::io;
+use std::io::{self, Write};
 use std::os::fd::AsRawFd;
 use std::os::unix::fs::FileExt;
 use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
 use std::process::{Child, ChildStdin, Command, Stdio};
-use std::sync::{Mutex, PoisonError};
+use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant, SystemTime};
 
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
@@ -53,7 +53,7 @@ pub struct PushProgress {
     /// Its time, in microseconds since 1970.
     pub unix_us: u64,
     /// What was durable in the log at this time, in microseconds since 1970, is in the archive; 0:
-    /// the push has not caught up yet.
+    /// the push has never caught up.
     pub caught_up_us: u64,
     /// Whether the archive has a complete copy of the images.
     pub restorable: bool,
@@ -108,28 +108,38 @@ pub struct PushState {
     pub running: bool,
     /// How far it has come.
     pub progress: PushProgress,
-    /// The age of the state up to which the archive has everything. `None`: it has never caught up.
-    pub lag: Option<Duration>,
+    /// The age of the state up to which the archive has everything; since its start, if it has never
+    /// caught up.
+    pub lag: Duration,
 }
 
 /// A process that archives a log.
 struct Push {
     target: LogToArchive,
     child: Child,
-    /// Its standard input, whose end tells it that the log is closed.
+    started: SystemTime,
+    /// Its standard input.
     input: Mutex<Option<ChildStdin>>,
     progress: File,
 }
 
 impl Push {
-    fn start(target: LogToArchive, seccomp: Seccomp, landlock: Landlock) -> io::Result<Self> {
+    fn start(
+        target: LogToArchive,
+        more: &[&Path],
+        seccomp: Seccomp,
+        landlock: Landlock,
+    ) -> io::Result<Self> {
         let progress = File::from(memfd_create("archive-progress", MemfdFlags::empty())?);
         let mut command = Command::new(std::env::current_exe()?);
         command
             .args(["archive", "push", "--follow", "--until-eof"])
             .arg(format!("--progress-fd={}", progress.as_raw_fd()));
         if let Some(interval) = target.interval {
-            command.arg(format!("--interval={}ms", interval.as_millis()));
+            command.arg(format!("--interval={}us", interval.as_micros()));
+        }
+        for directory in more {
+            command.arg("--images-in").arg(directory);
         }
         command.arg(format!("--seccomp={}", seccomp.name()));
         if landlock == Landlock::Off {
@@ -146,10 +156,15 @@ impl Push {
         fcntl_setfd(&progress, FdFlags::CLOEXEC)?;
         Ok(Self {
             target,
+            started: SystemTime::now(),
             input: Mutex::new(child.stdin.take()),
             child,
             progress,
         })
+    }
+
+    fn input(&self) -> MutexGuard<'_, Option<ChildStdin>> {
+        self.input.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Waits until its process has ended, not longer than this; returns whether it has.
@@ -166,12 +181,12 @@ impl Push {
     fn state(&self) -> PushState {
         let progress = PushProgress::read(&self.progress).unwrap_or_default();
         let now = unix_us(SystemTime::now());
-        let caught_up = Some(progress.caught_up_us).filter(|time| *time > 0);
+        let since = progress.caught_up_us.max(unix_us(self.started));
         PushState {
             log: self.target.log.display().to_string(),
             url: self.target.url.clone(),
             running: !self.has_ended(Duration::ZERO),
-            lag: caught_up.map(|time| Duration::from_micros(now.saturating_sub(time))),
+            lag: Duration::from_micros(now.saturating_sub(since)),
             progress,
         }
     }
@@ -183,19 +198,21 @@ impl Push {
 pub struct Pushes(Vec<Push>);
 
 impl Pushes {
-    /// Starts a process for each of these logs, which exist. Call it before this process gives up
-    /// the right to start others.
+    /// Starts a process for each of these logs, which exist. It waits until the logs are
+    /// [open](Self::begin). Call this before this process gives up the right to start others.
+    /// `more`: directories of images that may come to the logs later.
     ///
     /// # Errors
     /// One line: a process can't be started.
     pub fn start(
         targets: Vec<LogToArchive>,
+        more: &[&Path],
         seccomp: Seccomp,
         landlock: Landlock,
     ) -> Result<Self, String> {
         let start = |target: LogToArchive| {
             let log = target.log.clone();
-            Push::start(target, seccomp, landlock).map_err(|error| {
+            Push::start(target, more, seccomp, landlock).map_err(|error| {
                 format!("{}: can't start its archive push: {error}", log.display())
             })
         };
@@ -204,6 +221,16 @@ impl Pushes {
             .map(start)
             .collect::<Result<_, _>>()
             .map(Self)
+    }
+
+    /// The logs are open.
+    pub fn begin(&self) {
+        for push in &self.0 {
+            if let Some(input) = push.input().as_mut() {
+                // A push that has ended is seen as such.
+                let _ = input.write_all(b"\n");
+            }
+        }
     }
 
     /// The state of each.
@@ -215,8 +242,7 @@ impl Pushes {
     pub fn finish(&self) {
         let until = Instant::now() + LAST_PUSH + Duration::from_secs(1);
         for push in &self.0 {
-            let mut input = push.input.lock().unwrap_or_else(PoisonError::into_inner);
-            *input = None;
+            *push.input() = None;
         }
         for push in &self.0 {
             let left = until.saturating_duration_since(Instant::now());

@@ -524,6 +524,7 @@ pub fn check(specs: &[DiskSpec]) -> Result<(), String> {
     check_memory(specs)?;
     let groups = group_by_log(specs);
     check_looks(specs, &groups)?;
+    let mut archives: Vec<String> = Vec::new();
     for (log, members) in &groups {
         let agreed = log_options(specs, members).and(archive_of(specs, log, members));
         let archive = agreed.map_err(|key| {
@@ -536,6 +537,18 @@ pub fn check(specs: &[DiskSpec]) -> Result<(), String> {
         if let Some(archive) = archive {
             let url = archive.url.parse::<ArchiveUrl>();
             url.map_err(|error| format!("archive=: {error}"))?;
+            let log = log.display();
+            if reads_only(specs, members) {
+                return Err(format!(
+                    "archive= is for a log that is written, and all disks on the log {log} are read-only: leave it out"
+                ));
+            }
+            if archives.contains(&archive.url) {
+                return Err(format!(
+                    "the archive of the log {log} is that of another log too: give each log an archive of its own"
+                ));
+            }
+            archives.push(archive.url);
         } else if interval {
             return Err("archive-interval= needs an archive: give archive=URL too".to_owned());
         }
@@ -546,8 +559,7 @@ pub fn check(specs: &[DiskSpec]) -> Result<(), String> {
 /// The logs that are to be archived. `check` has accepted these disks.
 pub(crate) fn logs_to_archive(specs: &[DiskSpec]) -> Vec<LogToArchive> {
     let groups = group_by_log(specs).into_iter();
-    let written = groups.filter(|(_, members)| !reads_only(specs, members));
-    let archives = written.map(|(log, members)| archive_of(specs, &log, &members));
+    let archives = groups.map(|(log, members)| archive_of(specs, &log, &members));
     archives
         .filter_map(|archive| archive.ok().flatten())
         .collect()
@@ -834,7 +846,6 @@ mod tests {
         let some = specs(&[
             "path=a,log=l",
             "path=b,log=l,archive=s3://bucket/b,archive-interval=5s",
-            "path=c,readonly=on,archive=file:///c",
             "path=d",
         ]);
         check(&some).unwrap();
@@ -853,10 +864,20 @@ mod tests {
                 "path=a,archive-interval=5s",
                 "needs an archive: give archive=URL too",
             ),
+            (
+                "path=a,readonly=on,archive=file:///c",
+                "all disks on the log a.wal are read-only",
+            ),
         ] {
             let error = check(&specs(&[text])).unwrap_err();
             assert!(error.contains(part), "{error}");
         }
+        let two = ["path=a,archive=s3://b/c", "path=d,archive=s3://b/c"];
+        let error = check(&specs(&two)).unwrap_err();
+        assert!(
+            error.contains("the log d.wal is that of another log too"),
+            "{error}"
+        );
     }
 
     #[test]

@@ -253,52 +253,51 @@ fn archives(text: &mut Text, pushes: &[PushState]) {
     if pushes.is_empty() {
         return;
     }
-    type Getter = fn(&PushState) -> Option<f64>;
+    type Getter = fn(&PushState) -> f64;
     let metrics: [(&str, &str, &str, Getter); 6] = [
         (
             "up",
             "gauge",
             "1 while the log's push runs, 0 once it has ended.",
-            |push| Some(f64::from(u8::from(push.running))),
+            |push| f64::from(u8::from(push.running)),
         ),
         (
             "lag_seconds",
             "gauge",
-            "The archive has everything that was durable this long ago; absent until it has caught up once.",
-            |push| push.lag.map(|lag| lag.as_secs_f64()),
+            "The archive has everything that was durable this long ago; since the push began, if it has never caught up.",
+            |push| push.lag.as_secs_f64(),
         ),
         (
             "lsn",
             "gauge",
             "The newest record in the archive.",
-            |push| Some(push.progress.lsn as f64),
+            |push| push.progress.lsn as f64,
         ),
         (
             "restorable",
             "gauge",
             "1 if the archive has a complete copy of the images, else 0.",
-            |push| Some(f64::from(u8::from(push.progress.restorable))),
+            |push| f64::from(u8::from(push.progress.restorable)),
         ),
         (
             "sent_bytes_total",
             "counter",
             "Bytes sent to the store, compressed.",
-            |push| Some(push.progress.sent_bytes as f64),
+            |push| push.progress.sent_bytes as f64,
         ),
         (
             "requests_total",
             "counter",
             "Requests to the store.",
-            |push| Some(push.progress.requests as f64),
+            |push| push.progress.requests as f64,
         ),
     ];
     for (name, kind, help, get) in metrics {
         let name = format!("walvisor_archive_{name}");
         text.metric(&name, kind, help);
         for push in pushes {
-            if let Some(value) = get(push) {
-                text.sample(&name, &format!("{{log=\"{}\"}}", escape(&push.log)), value);
-            }
+            let labels = format!("{{log=\"{}\"}}", escape(&push.log));
+            text.sample(&name, &labels, get(push));
         }
     }
 }
@@ -653,7 +652,7 @@ mod tests {
                 url: "file:///a".to_owned(),
                 running: true,
                 progress: PushProgress::default(),
-                lag: Some(Duration::from_millis(1500)),
+                lag: Duration::from_millis(1500),
             }],
             networks: &[NetworkInUse {
                 transport: "pci",

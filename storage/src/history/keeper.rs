@@ -186,7 +186,9 @@ impl Keeper {
             } else {
                 self.step(false)
             };
-            if let Some(line) = troubles.report(&self.log, &done, paused) {
+            // What an export held up was not tried.
+            let partly = paused || self.log.lock().keeper.is_held_briefly();
+            if let Some(line) = troubles.report(&self.log, &done, partly) {
                 tracing::error!("{line}");
             }
             paused |= done.is_err();

@@ -63,7 +63,8 @@ impl Drop for Pin {
             pins.swap_remove(place);
         }
         // Segments may have become free, or a stuck log may have room.
-        state.keeper.checkpoint |= state.needs_room();
+        let needed = self.log.room_need(&state) != RoomNeed::None;
+        state.keeper.checkpoint |= needed || state.needs_room();
         self.log.keeper_wanted.notify_one();
     }
 }

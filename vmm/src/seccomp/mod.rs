@@ -23,8 +23,8 @@
 //! that is not allowed kills the process. The log's keeper and the thread that ends the run have
 //! the wider filter.
 //!
-//! **A process that archives a log** has one filter too. It alone can make sockets and connect them;
-//! to which ports and files is up to Landlock.
+//! **A process that archives a log** has one filter too. It alone can make sockets of the Internet and
+//! connect them; to which ports is up to Landlock.
 //!
 //! No thread of any of these processes can start a program or another process, make memory executable, make
 //! or connect a socket (but for `--disk-dir` and archives), trace, mount, signal another process, or change its
@@ -155,6 +155,15 @@ pub fn restrict(mode: Seccomp, profile: SyscallProfile, opens: bool) -> Result<(
     let missing = missing.map(|call| (call, vec![])).into();
     let enosys = SeccompAction::Errno(libc::ENOSYS as u32);
     seccompiler::apply_filter_all_threads(&program(missing, SeccompAction::Allow, enosys)?)?;
+    if profile == SyscallProfile::Archive {
+        // The C library asks services of the machine by such sockets, and does without.
+        let unix = SeccompCondition::new(0, Len::Dword, Is::Eq, libc::AF_UNIX as u64);
+        let rule = unix.and_then(|unix| SeccompRule::new(vec![unix]));
+        let rule = rule.map_err(seccompiler::Error::from)?;
+        let unix = BTreeMap::from([(libc::SYS_socket, vec![rule])]);
+        let none = SeccompAction::Errno(libc::EAFNOSUPPORT as u32);
+        seccompiler::apply_filter_all_threads(&program(unix, SeccompAction::Allow, none)?)?;
+    }
     seccompiler::apply_filter_all_threads(&program(allowed, forbidden, SeccompAction::Allow)?)?;
     Ok(())
 }
@@ -427,6 +436,14 @@ mod tests {
                 UnixListener::bind(dir.path().join("disk.sock")).unwrap();
             }
             "datagram" => drop(UnixDatagram::unbound()),
+            "no-unix" => {
+                let error = UnixDatagram::unbound().unwrap_err();
+                assert_eq!(error.raw_os_error(), Some(libc::EAFNOSUPPORT));
+            }
+            "list" => {
+                let any = std::net::UdpSocket::bind("127.0.0.1:0").unwrap();
+                assert!(any.local_addr().is_ok());
+            }
             "client" => {
                 let error = std::net::TcpStream::connect("localhost:1").unwrap_err();
                 assert_eq!(error.kind(), std::io::ErrorKind::ConnectionRefused);
@@ -580,7 +597,7 @@ mod tests {
 
     #[test]
     fn an_archive_may_connect_and_do_nothing_else_that_a_daemon_may_not() {
-        for name in ["allowed", "ring", "client", "datagram"] {
+        for name in ["allowed", "ring", "client", "no-unix", "list"] {
             let name = format!("archive:{name}");
             assert_eq!(act_restricted(&name, "on").code(), Some(0), "{name}");
         }
@@ -590,7 +607,6 @@ mod tests {
             "executable",
             "signal",
             "splice",
-            "listener",
             "raw-socket",
             "packets",
             "audit",

@@ -3,11 +3,12 @@
 mod plan;
 
 use std::fs::File;
+use std::net::ToSocketAddrs;
 use std::path::{Path, PathBuf};
+use std::sync::{Arc, Condvar, Mutex, PoisonError};
 use std::time::{Duration, Instant, SystemTime};
 
 use clap::{Args, Subcommand};
-use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::io::Errno;
 use serde_json::{Value, json};
 use walvisor_archive::{
@@ -50,9 +51,13 @@ enum ArchiveAction {
         /// With --follow, send the rest once standard input has ended, within 10 seconds, and end.
         #[arg(long, requires = "follow")]
         until_eof: bool,
-        /// A descriptor for the progress, from the process whose log it is.
+        /// A descriptor for the progress, from the process whose log it is. The push begins once it
+        /// has read a byte from standard input.
         #[arg(long, hide = true)]
         progress_fd: Option<u32>,
+        /// Where images may be that come to the log later.
+        #[arg(long, hide = true)]
+        images_in: Vec<PathBuf>,
         /// With --follow, how often to send what is new, such as 1s or 500ms.
         #[arg(long, value_name = "TIME", value_parser = time, default_value = "1s")]
         interval: Duration,
@@ -185,8 +190,13 @@ struct Confinement {
 
 impl Confinement {
     /// Gives up all files but those in `places`, and the system calls that no archive needs.
-    fn confine(&self, places: &AllowedPaths) -> Result<(), CommandError> {
+    fn confine(&self, url: &ArchiveUrl, places: &AllowedPaths) -> Result<(), CommandError> {
         places.restrict(self.landlock);
+        if url.looks_up_names() {
+            // Loads what the C library looks names up with, which is not allowed afterwards. The
+            // name exists nowhere (RFC 2606, section 2).
+            let _ = ("walvisor.invalid", 0).to_socket_addrs();
+        }
         let restricted = seccomp::restrict(self.seccomp, SyscallProfile::Archive, false);
         restricted.map_err(CommandError::failed)
     }
@@ -229,6 +239,7 @@ pub fn run(arguments: &ArchiveArguments) -> Result<(), CommandError> {
             follow,
             until_eof,
             progress_fd,
+            images_in,
             interval,
             base_every,
             take_over,
@@ -242,14 +253,21 @@ pub fn run(arguments: &ArchiveArguments) -> Result<(), CommandError> {
             let url = address(url)?;
             let progress = progress_fd.map(open_progress).transpose();
             let progress = progress.map_err(CommandError::failed)?;
+            if progress.is_some() && !next_byte_comes() {
+                // The log was not opened.
+                return Ok(());
+            }
             let mut places = places_of(&url, true);
             places.read(log);
+            images_in
+                .iter()
+                .for_each(|directory| places.read(directory));
             for image in LogRoot::read(log)?.images() {
                 // And those of disks that come to the log later.
                 places.read(image.path.parent().unwrap_or(&image.path));
                 places.read(&image.path);
             }
-            confined.confine(&places)?;
+            confined.confine(&url, &places)?;
             let archive = Archive::open(&url)?;
             if *follow {
                 let push = FollowingPush {
@@ -258,7 +276,7 @@ pub fn run(arguments: &ArchiveArguments) -> Result<(), CommandError> {
                     options,
                     interval: *interval,
                     json: *json,
-                    until_eof: *until_eof,
+                    input: until_eof.then(InputWatch::start),
                     told: PushProgress::default(),
                     progress,
                 };
@@ -323,7 +341,7 @@ pub fn run(arguments: &ArchiveArguments) -> Result<(), CommandError> {
             json,
         } => {
             let url = address(url)?;
-            confined.confine(&places_of(&url, true))?;
+            confined.confine(&url, &places_of(&url, true))?;
             let archive = Archive::open(&url)?;
             let options = ExpireOptions {
                 keep: kept.keep,
@@ -368,7 +386,7 @@ fn opened(
         })?;
         places.tree(dir);
     }
-    confined.confine(&places)?;
+    confined.confine(&url, &places)?;
     Ok(Archive::open(&url)?)
 }
 
@@ -439,8 +457,8 @@ struct FollowingPush<'a> {
     options: UploadOptions,
     interval: Duration,
     json: bool,
-    /// Ends once standard input has ended.
-    until_eof: bool,
+    /// Ends once this has.
+    input: Option<Arc<InputWatch>>,
     /// What is told in `progress`, for the process whose log it is.
     told: PushProgress,
     progress: Option<File>,
@@ -448,6 +466,8 @@ struct FollowingPush<'a> {
 
 impl FollowingPush<'_> {
     /// Sends what the log gets, until its input ends, or something fails that will not mend itself.
+    /// With an input, nobody starts it again, so it also goes on after errors that somebody has to
+    /// put right.
     fn run(mut self) -> Result<(), CommandError> {
         let done = self.follow();
         if let Err(error) = &done {
@@ -459,7 +479,9 @@ impl FollowingPush<'_> {
     fn follow(&mut self) -> Result<(), CommandError> {
         let mut retry = Retry::new(self.interval);
         let mut uploader = None;
-        let mut until = None;
+        let mut ends = false;
+        // Another push of this machine may be sending the last of what it has.
+        let mut fenced = 0;
         loop {
             let (begun, begun_us) = (Instant::now(), unix_us(SystemTime::now()));
             let ticked = match &mut uploader {
@@ -478,7 +500,7 @@ impl FollowingPush<'_> {
                     retry.worked();
                     let Some(tick) = tick else { continue };
                     self.tell(&tick, begun_us);
-                    if until.is_some() && tick.caught_up {
+                    if ends && tick.caught_up {
                         return Ok(());
                     }
                     let idle = (tick.caught_up || tick.log_bytes == 0) && tick.base.is_none();
@@ -488,25 +510,36 @@ impl FollowingPush<'_> {
                         Duration::ZERO
                     }
                 }
-                Err(error) if error.kind() == ErrorKind::Unavailable && until.is_none() => {
+                Err(error) => {
+                    fenced += u32::from(error.kind() == ErrorKind::Fenced);
+                    let mends = match error.kind() {
+                        ErrorKind::Unavailable => true,
+                        ErrorKind::Fenced => uploader.is_none() && fenced < MOST_FENCED,
+                        ErrorKind::InvalidInput => false,
+                        _ => self.input.is_some(),
+                    };
+                    if ends || !mends {
+                        return Err(error.into());
+                    }
                     tracing::warn!("{error}; the archive is behind, and is tried again");
                     self.tell_error(&error);
                     retry.next()
                 }
-                Err(error) => return Err(error.into()),
             };
-            match until {
-                None if self.until_eof => {
-                    until = input_ends(rest).then(|| Instant::now() + LAST_PUSH)
-                }
+            match &self.input {
                 None => std::thread::sleep(rest),
-                Some(end) if Instant::now() > end => {
-                    let log = self.log.display();
-                    return Err(CommandError::Failed(format!(
-                        "{log}: the archive still lacks what was written last; push it again"
-                    )));
+                // It claims no archive any more.
+                Some(input) => {
+                    let ended = input.wait(rest);
+                    if ended && uploader.is_none() {
+                        return Err(CommandError::Failed(format!(
+                            "{}: {}",
+                            self.log.display(),
+                            NOT_ALL_SENT
+                        )));
+                    }
+                    ends = ended;
                 }
-                Some(_) => {}
             }
         }
     }
@@ -547,24 +580,52 @@ impl FollowingPush<'_> {
     }
 }
 
-/// Waits for so long, or until standard input has ended; returns whether it has.
-fn input_ends(limit: Duration) -> bool {
-    let (stdin, until) = (std::io::stdin(), Instant::now() + limit);
+/// How often a push that is fenced off before it has begun is tried.
+const MOST_FENCED: u32 = 5;
+const NOT_ALL_SENT: &str = "the archive lacks what was written last; push it again";
+
+/// Waits for the end of standard input.
+#[derive(Default)]
+struct InputWatch {
+    ended: Mutex<bool>,
+    changed: Condvar,
+}
+
+impl InputWatch {
+    /// Starts a thread that reads standard input. It ends the process [`LAST_PUSH`] after the end
+    /// of the input, whatever a store that does not answer keeps from ending.
+    fn start() -> Arc<Self> {
+        let watch = Arc::new(Self::default());
+        let own = Arc::clone(&watch);
+        std::thread::spawn(move || {
+            while next_byte_comes() {}
+            *own.ended.lock().unwrap_or_else(PoisonError::into_inner) = true;
+            own.changed.notify_all();
+            std::thread::sleep(LAST_PUSH);
+            eprintln!("walvisor: {NOT_ALL_SENT}");
+            std::process::exit(1);
+        });
+        watch
+    }
+
+    /// Waits for so long, or until the input has ended; returns whether it has.
+    fn wait(&self, limit: Duration) -> bool {
+        let ended = self.ended.lock().unwrap_or_else(PoisonError::into_inner);
+        let waited = self
+            .changed
+            .wait_timeout_while(ended, limit, |ended| !*ended);
+        *waited.unwrap_or_else(PoisonError::into_inner).0
+    }
+}
+
+/// Reads a byte from standard input; `false` at its end.
+fn next_byte_comes() -> bool {
+    let mut byte = [0];
     loop {
-        let left = until.saturating_duration_since(Instant::now());
-        let left = Timespec::try_from(left).ok();
-        let mut fds = [PollFd::new(&stdin, PollFlags::IN)];
-        match poll(&mut fds, left.as_ref()) {
-            Ok(0) => return false,
-            Ok(_) => {}
-            Err(Errno::INTR) => continue,
-            Err(_) => return true,
-        }
-        // What somebody types is not for this process.
-        match rustix::io::read(&stdin, &mut [0; 512]) {
-            Ok(0) => return true,
-            Ok(_) | Err(Errno::INTR) => {}
-            Err(_) => return true,
+        match rustix::io::read(std::io::stdin(), &mut byte) {
+            Ok(count) => return count > 0,
+            Err(Errno::INTR) => {}
+            Err(_) => return false,
         }
     }
 }

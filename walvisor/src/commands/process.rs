@@ -169,7 +169,9 @@ impl ProcessArguments {
         }
         let made = disks::make_files(specs);
         let scratch = made.map_err(|error| self.cannot_open(&error))?;
-        let pushes = Pushes::start(disks::logs_to_archive(specs), self.seccomp, self.landlock);
+        let archived = disks::logs_to_archive(specs);
+        let directories: Vec<_> = needs.iter().copied().filter(|path| path.is_dir()).collect();
+        let pushes = Pushes::start(archived, &directories, self.seccomp, self.landlock);
         let pushes = pushes.map_err(CommandError::Failed)?;
         let mut paths = AllowedPaths::of(specs);
         allow(&mut paths);
@@ -177,6 +179,7 @@ impl ProcessArguments {
         let opened = disks::open(specs, cpus, scratch);
         let (open, logs) = opened.map_err(|error| self.cannot_open(&error))?;
         logs.keep(specs).map_err(CommandError::Failed)?;
+        pushes.begin();
         disks::prepare_rings(&open);
         Ok((open, logs, pushes))
     }

@@ -336,6 +336,24 @@ fn a_daemon_archives_its_log() {
         (&true.into(), &serde_json::Value::Null)
     );
     assert!(told["lag_us"].as_u64() < Some(60_000_000), "{told}");
+    // One that can't have the disk leaves the archive to this one.
+    let mut second = foreign(&home, program());
+    second.args([
+        "serve",
+        "nbd",
+        "--disk",
+        &spec.replace("nbd.sock", "other.sock"),
+    ]);
+    with_keys(&mut second);
+    let locked = output(&mut second);
+    assert!(
+        !locked.status.success() && text(&locked.stderr).contains("open elsewhere"),
+        "{locked:?}"
+    );
+    write_next(&mut client, &mut written);
+    wait_until("the archive to go on", || {
+        archive_of(&home)["lsn"] == written
+    });
     let shown = succeed(&home, "ctl ctl stats");
     assert!(
         shown.contains(&format!("archive: {url} has everything up to ")),

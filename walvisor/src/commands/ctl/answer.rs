@@ -281,9 +281,11 @@ fn rewound(answer: &Value) -> String {
 
 /// How far the archive of a log is.
 fn archive_text(archive: &Value) -> String {
-    let lag = match archive["lag_us"].as_u64() {
-        Some(us) => format!("has everything up to {:.1} s ago", us as f64 / 1e6),
-        None => "has not caught up yet".to_owned(),
+    let seconds = archive["lag_us"].as_f64().unwrap_or(0.0) / 1e6;
+    let lag = if archive["caught_up"] == true {
+        format!("has everything up to {seconds:.1} s ago")
+    } else {
+        format!("has not caught up since {seconds:.1} s")
     };
     let images = if archive["restorable"] == true {
         ""
