@@ -24,7 +24,7 @@ const LISTED_BYTES: u64 = 64 << 20;
 /// writers wait for it.
 const COPY_SHARE: u32 = 4;
 /// How much later than the export's thread the keeper closes a look.
-const GRACE: Duration = Duration::from_millis(100);
+const GRACE: Duration = Duration::from_millis(if cfg!(test) { 0 } else { 100 });
 
 /// See the module's documentation.
 pub(crate) struct YieldingLook {

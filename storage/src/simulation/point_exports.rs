@@ -6,7 +6,6 @@
 
 use std::fs::File;
 use std::os::unix::fs::FileExt;
-use std::time::Duration;
 
 use super::fixture::RunningStore;
 use super::history::{History, SECTORS};
@@ -159,15 +158,14 @@ impl History {
         }
     }
 
-    /// The thread of the export does nothing for a while, so that the keeper closes its look if the
-    /// log needs room.
+    /// The thread of the export does nothing, so that the keeper closes its look if the log needs
+    /// room.
     fn stall_export(&mut self, running: &RunningStore) {
         let open = |history: &Self| {
             let export = history.in_use.point_export.iter();
             export.filter(|export| export.look.is_open()).count()
         };
         let before = open(self);
-        sync::sleep(Duration::from_secs(1));
         running.keeper.close_overdue_looks();
         self.totals.overdue_looks += (before - open(self)) as u64;
     }

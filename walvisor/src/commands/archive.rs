@@ -539,6 +539,9 @@ impl FollowingPush<'_> {
                         )));
                     }
                     ends = ended;
+                    if ends {
+                        std::thread::sleep(rest.min(Duration::from_millis(20)));
+                    }
                 }
             }
         }
