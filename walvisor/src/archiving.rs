@@ -2,9 +2,9 @@
 //! to the store what the log gets. It has the network, which this process never uses.
 //!
 //! ```text
-//!   this process ── a pipe: a byte, the log is open; its end, it is closed ──▶ archive push ──▶ the store
-//!        ▲                                                                        │
-//!        └───────────── a file in memory: how far the archive is ◀────────────────┘
+//!   this process ── a pipe: a byte, logs are open; its end, closed ──▶ archive push ──▶ the store
+//!        ▲                                                                │
+//!        └───────────── a file in memory: how far the archive is ◀────────┘
 //! ```
 //! A push outlives a kill of this process until it has sent what the log got before.
 
@@ -108,8 +108,8 @@ pub struct PushState {
     pub running: bool,
     /// How far it has come.
     pub progress: PushProgress,
-    /// The age of the state up to which the archive has everything; since its start, if it has never
-    /// caught up.
+    /// Everything that was durable so long ago is in the archive. If it has never caught up: the
+    /// time since its start.
     pub lag: Duration,
 }
 

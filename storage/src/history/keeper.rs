@@ -176,9 +176,9 @@ impl Keeper {
                 return closed.map(drop);
             }
             self.serve_orders();
+            self.close_overdue_looks();
             // A failed checkpoint waits for its retry. A segment file that is needed is made all
             // the same.
-            self.close_overdue_looks();
             let done = if paused {
                 // This may make room.
                 self.copy_spills_back();
@@ -199,14 +199,23 @@ impl Keeper {
         }
     }
 
+    /// How much the log needs room that an export keeps it from making.
+    fn need_beside_exports(&self, state: &LogState) -> RoomNeed {
+        if state.keeper.has_export() {
+            self.log.room_need(state)
+        } else {
+            RoomNeed::None
+        }
+    }
+
     /// Closes the looks of exports that should have given way by now.
     pub(crate) fn close_overdue_looks(&self) {
         let state = self.log.lock();
-        let need = self.log.room_need(&state);
-        if !state.keeper.has_export() || need == RoomNeed::None {
+        let need = self.need_beside_exports(&state);
+        if need == RoomNeed::None {
             return;
         }
-        let looks = state.keeper.yielding.iter().filter_map(Weak::upgrade);
+        let looks = state.keeper.export_looks.iter().filter_map(Weak::upgrade);
         let looks: Vec<_> = looks.collect();
         drop(state);
         looks.iter().for_each(|look| look.close_if_overdue(need));
@@ -238,10 +247,7 @@ impl Keeper {
             let (lock, pause) = (&self.log.state, self.until_copy_back());
             state = sync::wait_timeout_while(wanted, lock, state, pause, |state| idle(state));
         } else {
-            let export_waits = |state: &LogState| {
-                state.keeper.has_export() && self.log.room_need(state) != RoomNeed::None
-            };
-            while idle(&state) && !export_waits(&state) {
+            while idle(&state) && self.need_beside_exports(&state) == RoomNeed::None {
                 state = wanted.wait(state).expect("log state lock");
             }
             if idle(&state) {

@@ -22,7 +22,7 @@ use crate::catalog::snapshot::{SavedFiles, Snapshot, SnapshotName};
 use crate::error::{Error, Result};
 use crate::index::ExtentMap;
 use crate::log::disk_state::DiskState;
-use crate::log::pin::{OverdueLook, PinUser, PinnedBase, PinnedLog};
+use crate::log::pin::{ExportLook, PinUser, PinnedBase, PinnedLog};
 use crate::sync::{self, Arc, Weak, mpsc};
 use crate::{Condition, Trouble};
 
@@ -121,7 +121,7 @@ pub(crate) struct KeeperState {
     /// Who has pinned the base images.
     pub pins: Vec<PinnedBase>,
     /// The looks of exports, some of which have ended.
-    pub yielding: Vec<Weak<dyn OverdueLook>>,
+    pub export_looks: Vec<Weak<dyn ExportLook>>,
     /// A checkpoint is waiting for the pending records up to this LSN, which may use the ring's
     /// last segment.
     pub draining: Option<u64>,

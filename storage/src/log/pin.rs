@@ -27,7 +27,7 @@ pub(crate) struct PinnedBase {
 }
 
 /// A look of an export.
-pub(crate) trait OverdueLook: Send + Sync {
+pub(crate) trait ExportLook: Send + Sync {
     /// Closes it if the export should have done so a while ago.
     fn close_if_overdue(&self, need: RoomNeed);
 }

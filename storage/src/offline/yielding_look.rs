@@ -10,7 +10,7 @@ use crate::Buffer;
 use crate::error::Result;
 use crate::history::look::Look;
 use crate::log::image::Image;
-use crate::log::pin::OverdueLook;
+use crate::log::pin::ExportLook;
 use crate::log::state::{Log, RoomNeed};
 use crate::medium::copying::{COPY_BYTES, KERNEL_COPY_BYTES};
 use crate::medium::segment::LogRead;
@@ -106,11 +106,11 @@ impl YieldingLook {
     /// One that is closed.
     pub(crate) fn new(log: &Arc<Log>) -> Self {
         let slot: Arc<Mutex<Option<OpenLook>>> = Arc::default();
-        let overdue: Arc<dyn OverdueLook> = slot.clone();
+        let of_keeper: Arc<dyn ExportLook> = slot.clone();
         let mut state = log.lock();
-        let looks = &mut state.keeper.yielding;
+        let looks = &mut state.keeper.export_looks;
         looks.retain(|look| look.strong_count() > 0);
-        looks.push(Arc::downgrade(&overdue));
+        looks.push(Arc::downgrade(&of_keeper));
         drop(state);
         let log = log.clone();
         Self { log, slot }
@@ -179,7 +179,7 @@ fn close_if_due(look: &mut Option<OpenLook>, need: RoomNeed, grace: Duration) {
     look.take_if(due);
 }
 
-impl OverdueLook for Mutex<Option<OpenLook>> {
+impl ExportLook for Mutex<Option<OpenLook>> {
     fn close_if_overdue(&self, need: RoomNeed) {
         // While its thread reads the log by it, that thread is busy with nothing else.
         if let Ok(mut look) = self.try_lock() {

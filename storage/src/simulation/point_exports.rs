@@ -151,8 +151,9 @@ impl History {
 
     /// Closes the look of the export.
     fn give_way(&mut self) {
-        let export = self.in_use.point_export.iter_mut();
-        for export in export.filter(|export| export.look.is_open()) {
+        if let Some(export) = &self.in_use.point_export
+            && export.look.is_open()
+        {
             export.look.close();
             self.totals.gave_way += 1;
         }
@@ -161,13 +162,13 @@ impl History {
     /// The thread of the export does nothing, so that the keeper closes its look if the log needs
     /// room.
     fn stall_export(&mut self, running: &RunningStore) {
-        let open = |history: &Self| {
-            let export = history.in_use.point_export.iter();
-            export.filter(|export| export.look.is_open()).count()
+        let is_open = |history: &Self| {
+            let export = history.in_use.point_export.as_ref();
+            export.is_some_and(|export| export.look.is_open())
         };
-        let before = open(self);
+        let was_open = is_open(self);
         running.keeper.close_overdue_looks();
-        self.totals.overdue_looks += (before - open(self)) as u64;
+        self.totals.overdue_looks += u64::from(was_open && !is_open(self));
     }
 
     /// Goes on with another look, or ends the export if there is none.

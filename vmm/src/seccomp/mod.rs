@@ -23,12 +23,12 @@
 //! that is not allowed kills the process. The log's keeper and the thread that ends the run have
 //! the wider filter.
 //!
-//! **A process that archives a log** has one filter too. It alone can make sockets of the Internet and
-//! connect them; to which ports is up to Landlock.
+//! **A process that archives a log** has one filter too. It alone can make Internet sockets and
+//! connect them; Landlock limits the ports.
 //!
-//! No thread of any of these processes can start a program or another process, make memory executable, make
-//! or connect a socket (but for `--disk-dir` and archives), trace, mount, signal another process, or change its
-//! credentials.
+//! No thread of any of these processes can start a program or another process, make memory
+//! executable, make or connect a socket (but for `--disk-dir` and archives), trace, mount, signal
+//! another process, or change its credentials.
 //!
 //! **io_uring.** Seccomp does not see the requests in a ring, so no thread may make one
 //! (`io_uring_setup` fails with ENOSYS). The rings of the store are made before, and each is

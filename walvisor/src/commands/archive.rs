@@ -526,23 +526,22 @@ impl FollowingPush<'_> {
                     retry.next()
                 }
             };
-            match &self.input {
-                None => std::thread::sleep(rest),
+            ends = self.wait(rest);
+            if ends && uploader.is_none() {
                 // It claims no archive any more.
-                Some(input) => {
-                    let ended = input.wait(rest);
-                    if ended && uploader.is_none() {
-                        return Err(CommandError::Failed(format!(
-                            "{}: {}",
-                            self.log.display(),
-                            NOT_ALL_SENT
-                        )));
-                    }
-                    ends = ended;
-                    if ends {
-                        std::thread::sleep(rest.min(Duration::from_millis(20)));
-                    }
-                }
+                let log = self.log.display();
+                return Err(CommandError::Failed(format!("{log}: {NOT_ALL_SENT}")));
+            }
+        }
+    }
+
+    /// Waits, at most until the input ends; returns whether it has ended.
+    fn wait(&self, time: Duration) -> bool {
+        match &self.input {
+            Some(input) => input.wait(time),
+            None => {
+                std::thread::sleep(time);
+                false
             }
         }
     }
@@ -611,12 +610,18 @@ impl InputWatch {
         watch
     }
 
-    /// Waits for so long, or until the input has ended; returns whether it has.
-    fn wait(&self, limit: Duration) -> bool {
+    /// Waits until the input ends, at most for this time; returns whether it has ended. Once it
+    /// has, this waits 20 ms at most.
+    fn wait(&self, time: Duration) -> bool {
         let ended = self.ended.lock().unwrap_or_else(PoisonError::into_inner);
+        if *ended {
+            drop(ended);
+            std::thread::sleep(time.min(Duration::from_millis(20)));
+            return true;
+        }
         let waited = self
             .changed
-            .wait_timeout_while(ended, limit, |ended| !*ended);
+            .wait_timeout_while(ended, time, |ended| !*ended);
         *waited.unwrap_or_else(PoisonError::into_inner).0
     }
 }

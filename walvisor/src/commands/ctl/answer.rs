@@ -285,7 +285,7 @@ fn archive_text(archive: &Value) -> String {
     let lag = if archive["caught_up"] == true {
         format!("has everything up to {seconds:.1} s ago")
     } else {
-        format!("has not caught up since {seconds:.1} s")
+        format!("has not caught up in {seconds:.1} s")
     };
     let images = if archive["restorable"] == true {
         ""

@@ -2,7 +2,8 @@
 //!
 //! ```text
 //!   sockets of a service manager ─▶ Doors::check ─▶ Shutdown::prepare ─▶ Doors::bind
-//!     ─▶ ProcessArguments::open_disks: no root ─▶ Pushes::start ─▶ Landlock ─▶ disks::open   (as `walvisor run`)
+//!     ─▶ ProcessArguments::open_disks (as `walvisor run`):
+//!        no root ─▶ Pushes::start ─▶ Landlock ─▶ disks::open ─▶ Pushes::begin
 //!     ─▶ seccomp ─▶ Doors::start ─▶ Shutdown::wait ─▶ Doors::stop
 //!     ─▶ names of sockets are removed ─▶ logs are closed ─▶ Pushes::finish ─▶ Doors::logs_closed
 //! ```
