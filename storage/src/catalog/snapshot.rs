@@ -156,8 +156,11 @@ impl Snapshot {
         entry.cid = U64::new(self.cid);
         entry.unix_us = U64::new(self.unix_us);
         entry.disk_id = U32::new(self.disk_id.unwrap_or(0));
-        // Another snapshot at the same LSN may have saved files already.
-        entry.saved = U32::new(control.saved(self.lsn));
+        // Another snapshot at the same LSN may have saved files already, which list its disks only.
+        let same = control.snapshots.iter().filter(|other| {
+            other.lsn == entry.lsn && (other.disk_id == 0 || other.disk_id == entry.disk_id)
+        });
+        entry.saved = same.map(|other| other.saved).max().unwrap_or_default();
         // The point of an export may be older than other snapshots.
         let snapshots = &mut control.snapshots;
         let place = snapshots.partition_point(|other| other.lsn.get() <= self.lsn);
@@ -184,12 +187,13 @@ impl Snapshot {
         entry.name = [0; 64];
         // Older snapshots need what was saved for this one.
         let named = control.snapshots.iter().filter(|entry| entry.is_named());
-        let lsns: Vec<_> = named.map(|entry| entry.lsn).collect();
+        let named: Vec<_> = named.map(|entry| (entry.lsn, entry.saved > 0)).collect();
         control.snapshots.retain(|entry| {
-            let (lsn, saved) = (entry.lsn, entry.saved.get() > 0);
-            let older = lsns.iter().any(|named| named.get() < lsn.get());
+            let lsn = entry.lsn.get();
+            let older = named.iter().any(|(named, _)| named.get() < lsn);
             let older = older && !planted(Mutant::DeletedForOlder);
-            entry.is_named() || saved && older && !lsns.contains(&lsn)
+            let alone = !named.contains(&(entry.lsn, true));
+            entry.is_named() || entry.saved > 0 && older && alone
         });
         Ok(())
     }
@@ -253,9 +257,9 @@ impl Snapshot {
 impl Control {
     /// How many records are in the saved files of the snapshots at this LSN.
     pub(crate) fn saved(&self, lsn: u64) -> u32 {
-        let mut snapshots = self.snapshots.iter();
-        let snapshot = snapshots.find(|snapshot| snapshot.lsn == lsn);
-        snapshot.map_or(0, |snapshot| snapshot.saved.get())
+        let snapshots = self.snapshots.iter().filter(|entry| entry.lsn == lsn);
+        let counts = snapshots.map(|entry| entry.saved.get());
+        counts.max().unwrap_or(0)
     }
 
     /// Whether there are saved files of a disk at this LSN. A snapshot of another disk only has
@@ -307,5 +311,50 @@ impl SavedFiles {
     pub(crate) fn has(&self, lsn: u64, disk_id: u32) -> bool {
         let mut disks = self.disks.iter();
         disks.any(|&(at, of)| at == lsn && [0, disk_id].contains(&of))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::format::{ControlHeader, HistoryHeader};
+
+    fn add(control: &mut Control, name: &str, lsn: u64, disk_id: u32) {
+        let snapshot = Snapshot {
+            name: name.parse().unwrap(),
+            lsn,
+            cid: lsn,
+            unix_us: 0,
+            disk_id: Some(disk_id),
+            saved_bytes: 0,
+        };
+        snapshot.add(control).unwrap();
+    }
+
+    #[test]
+    fn snapshots_of_two_disks_at_an_lsn_have_their_own_saved_records() {
+        let mut control = Control {
+            header: ControlHeader::new_zeroed(),
+            disks: Vec::new(),
+            history: HistoryHeader::default(),
+            snapshots: Vec::new(),
+            rewinds: Vec::new(),
+            durable_lsn: U64::new(0),
+            images: Vec::new(),
+        };
+        add(&mut control, "older", 5, 1);
+        add(&mut control, "one", 7, 1);
+        control.snapshots[1].saved = U32::new(9);
+        add(&mut control, "two", 7, 2);
+        assert!(control.has_saved(7, 1) && !control.has_saved(7, 2));
+        add(&mut control, "again", 7, 1);
+        assert_eq!(control.saved(7), 9);
+        for name in ["one", "again", "two"] {
+            // The older snapshot of disk 1 goes on in these files.
+            Snapshot::remove(name.parse().unwrap(), &mut control).unwrap();
+            assert_eq!(control.saved_files().counts(), [(7, 9)], "without '{name}'");
+        }
+        Snapshot::remove("older".parse().unwrap(), &mut control).unwrap();
+        assert!(control.snapshots.is_empty());
     }
 }

@@ -9,7 +9,7 @@
 //!
 //! A saved file looks like a segment: a header, and batches of records. A snapshot's records are
 //! numbered from the LSN after its own, and the control file says how many there are; all of those
-//! are durable. The first ones have no sectors: they list the disks of the snapshot.
+//! are durable. Those without sectors list the disks of the snapshot.
 
 use std::cell::Cell;
 use std::collections::BTreeMap;

@@ -97,20 +97,18 @@ impl Keeper {
         // Older snapshots continue in these files.
         let mut older = control.snapshots.clone();
         older.retain(|entry| entry.lsn.get() <= lsn);
-        if saving.count == 0 {
-            let disks = control.disks.iter();
-            // Not a disk whose records were discarded since.
-            let whole = disks.filter(|disk| disk.void_lsn.get() <= lsn);
-            // Nor one that has another image now.
-            let ids = whole.map(|disk| disk.id.get());
-            let ids = ids.filter(|id| control.since(*id) <= lsn);
-            let named = |id: &u32| {
-                let mut older = older.iter();
-                older.any(|entry| entry.lsn == lsn && entry.has(*id))
-            };
-            for id in ids.filter(named) {
-                saving.push(id, 0..0, None)?;
-            }
+        let disks = control.disks.iter();
+        // Not a disk whose records were discarded since.
+        let whole = disks.filter(|disk| disk.void_lsn.get() <= lsn);
+        // Nor one that has another image now.
+        let ids = whole.map(|disk| disk.id.get());
+        let ids = ids.filter(|id| control.since(*id) <= lsn);
+        let unlisted = |id: &u32| {
+            let mut older = older.iter();
+            older.any(|entry| entry.lsn == lsn && entry.saved == 0 && entry.has(*id))
+        };
+        for id in ids.filter(unlisted) {
+            saving.push(id, 0..0, None)?;
         }
         let needed = |disk: &DiskState| {
             let mut older = older.iter();

@@ -8,6 +8,7 @@ use super::live::values;
 use super::medium::{LOG, World};
 use crate::error::ErrorKind;
 use crate::format::Control;
+use crate::history::look::Look;
 use crate::log::orders::KeeperTask;
 use crate::log::pin::PinUser;
 use crate::offline::live_export::point_to_keep;
@@ -48,18 +49,12 @@ fn the_reported_horizon_is_a_point_wherever_a_checkpoint_is_cut() {
         };
         let mut running = fixture.open(false, CommitWait::NONE).unwrap();
         running.keeper.step(false).unwrap();
-        let mut port = running.disks[0].open_port().unwrap();
-        for value in 1..6 {
-            let (sector, data) = (8, filled(value, 8));
-            carry_out(&mut running, &mut port, Operation::Write { sector, data }).unwrap();
-            carry_out(&mut running, &mut port, Operation::Flush).unwrap();
-        }
-        running.finish_writer();
+        (1..6).for_each(|value| write(&mut running, 0, value));
         fixture.medium.lock().ticks = Some(ticks);
         let done = running.keeper.step(true);
         whole = done.is_ok();
         let told = LogHistory::of(&running.disks[0].log);
-        drop((port, running));
+        drop(running);
         fixture.medium.lock().restart();
         // What the killed process reported.
         let control = control_of(&fixture.medium).unwrap().control;
@@ -90,6 +85,16 @@ fn the_reported_horizon_is_a_point_wherever_a_checkpoint_is_cut() {
     assert!(whole && copying > 3, "{copying} cuts within the copy");
 }
 
+/// Writes a sector of a disk, and flushes it.
+fn write(running: &mut RunningStore, disk: usize, value: u32) {
+    let mut port = running.disks[disk].open_port().unwrap();
+    let (sector, data) = (8, filled(value, 8));
+    carry_out(running, &mut port, Operation::Write { sector, data }).unwrap();
+    carry_out(running, &mut port, Operation::Flush).unwrap();
+    drop(port);
+    running.finish_writer();
+}
+
 /// The checkpoint saves what the snapshot needs before the horizon moves.
 #[test]
 fn a_snapshot_of_another_disk_hides_no_point_wherever_a_checkpoint_is_cut() {
@@ -99,14 +104,6 @@ fn a_snapshot_of_another_disk_hides_no_point_wherever_a_checkpoint_is_cut() {
         let fixture = fixture.with(fixture.medium.lock().clone());
         let mut running = fixture.open(false, CommitWait::NONE).unwrap();
         running.keeper.step(false).unwrap();
-        let write = |running: &mut RunningStore, disk: usize, value| {
-            let mut port = running.disks[disk].open_port().unwrap();
-            let (sector, data) = (8, filled(value, 8));
-            carry_out(running, &mut port, Operation::Write { sector, data }).unwrap();
-            carry_out(running, &mut port, Operation::Flush).unwrap();
-            drop(port);
-            running.finish_writer();
-        };
         write(&mut running, 0, 1);
         write(&mut running, 1, 2);
         let lsn = running.appended();
@@ -132,6 +129,55 @@ fn a_snapshot_of_another_disk_hides_no_point_wherever_a_checkpoint_is_cut() {
     assert!(saved > 0, "no cut between what was saved and the horizon");
 }
 
+/// The saved files at the LSN list the disk of the snapshot only.
+#[test]
+fn a_point_is_kept_beside_the_saved_snapshot_of_another_disk() {
+    let fixture = Fixture::new(World::new(4), Shape::two_disks(SECTORS, 8));
+    let mut saved = 0;
+    for ticks in 0.. {
+        let fixture = fixture.with(fixture.medium.lock().clone());
+        let mut running = fixture.open(false, CommitWait::NONE).unwrap();
+        running.keeper.step(false).unwrap();
+        write(&mut running, 0, 1);
+        write(&mut running, 1, 2);
+        let lsn = running.appended();
+        let (alone, name) = (running.disks[0].state.id, "alone".parse().unwrap());
+        running.keeper.snapshot(name, Some(alone)).unwrap();
+        running.keeper.step(true).unwrap();
+        write(&mut running, 0, 3);
+        fixture.medium.lock().ticks = Some(ticks);
+        let whole = running.keeper.step(true).is_ok();
+        drop(running);
+        fixture.medium.lock().restart();
+        if whole {
+            break;
+        }
+        let mut running = fixture.open(false, CommitWait::NONE).unwrap();
+        let control = running.keeper.control.control.clone();
+        if control.horizon() > lsn {
+            continue;
+        }
+        saved += u32::from(control.saved(lsn) > 0);
+        let other = running.disks[1].clone();
+        let held = running.keeper.hold(&other.state, PinUser::Export).unwrap();
+        let point = point_to_keep(&other, Point::Lsn(lsn), &held).unwrap();
+        drop(held);
+        History::order(&mut running, KeeperTask::KeepPoint(point)).unwrap();
+        for value in [4, 5] {
+            let held = running.keeper.hold(&other.state, PinUser::Look).unwrap();
+            let at = Point::Snapshot(point.name);
+            let look = Look::pinned(&other.log, &other.state, at, held, None);
+            let shown = look.and_then(|look| values(look.layers()));
+            let shown = shown.unwrap_or_else(|error| panic!("after {ticks} operations: {error}"));
+            assert_eq!(shown[8], 2, "after {ticks} operations");
+            // The image moves past the point.
+            write(&mut running, 1, value);
+            running.keeper.step(true).unwrap();
+        }
+    }
+    assert!(saved > 0, "no cut between what was saved and the horizon");
+}
+
 /// The copy goes on to its own LSN, and would pass the point in the middle of the export.
 #[test]
 fn an_export_does_not_begin_inside_a_copy_that_failed() {
@@ -140,14 +186,7 @@ fn an_export_does_not_begin_inside_a_copy_that_failed() {
         let mut running = fixture.open(false, CommitWait::NONE).unwrap();
         running.keeper.step(false).unwrap();
         let disk = running.disks[0].clone();
-        let mut port = disk.open_port().unwrap();
-        for value in 1..4 {
-            let (sector, data) = (8, filled(value, 8));
-            carry_out(&mut running, &mut port, Operation::Write { sector, data }).unwrap();
-            carry_out(&mut running, &mut port, Operation::Flush).unwrap();
-        }
-        drop(port);
-        running.finish_writer();
+        (1..4).for_each(|value| write(&mut running, 0, value));
         let newest = running.appended();
         fixture.medium.lock().fail_write = Some(*after);
         let failed = running.keeper.step(true).is_err();
