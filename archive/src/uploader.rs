@@ -41,6 +41,9 @@ pub struct UploadOptions {
     /// Begin anew although another machine has written the archive since, with records that this
     /// log does not have.
     pub take_over: bool,
+    /// Make certain after each part that nobody else has claimed the archive. Then whoever claims
+    /// it later finds every record that was reported as sent.
+    pub check_each: bool,
 }
 
 impl Default for UploadOptions {
@@ -48,6 +51,7 @@ impl Default for UploadOptions {
         Self {
             base_every: Some(Duration::from_secs(24 * 3600)),
             take_over: false,
+            check_each: false,
         }
     }
 }
@@ -264,6 +268,15 @@ impl<'a> Uploader<'a> {
     /// another uploader has the archive. Other errors: something has to be put right first; it may
     /// be called again after that.
     pub fn tick(&mut self) -> Result<Tick> {
+        self.tick_and_tell(&mut |_| ())
+    }
+
+    /// As [`tick`](Self::tick). Calls `sent` with the newest record in the archive as soon as that
+    /// is known, before any chunks are copied.
+    ///
+    /// # Errors
+    /// As [`tick`](Self::tick).
+    pub fn tick_and_tell(&mut self, sent: &mut dyn FnMut(Commit)) -> Result<Tick> {
         let (caught_up, root) = match self.read_both()? {
             Ok(read) => read,
             Err(why) => return self.begin_anew(why),
@@ -277,6 +290,7 @@ impl<'a> Uploader<'a> {
         let log_bytes = self.pending_bytes as u64;
         self.send(&root)?;
         self.keep_claim()?;
+        sent(self.state.last);
         let caught_up = caught_up && self.pending.is_empty();
         self.refuse_missing(&root, caught_up)?;
         let caught_up = caught_up && self.missing == 0;
@@ -494,7 +508,12 @@ impl<'a> Uploader<'a> {
     /// Stops if somebody else has claimed the archive.
     fn keep_claim(&mut self) -> Result<()> {
         let since = self.checked.elapsed();
-        if self.unchecked && since >= BUSY_CHECK || since >= IDLE_CHECK {
+        let often = if self.options.check_each {
+            Duration::ZERO
+        } else {
+            BUSY_CHECK
+        };
+        if self.unchecked && since >= often || since >= IDLE_CHECK {
             self.archive
                 .block_on(epoch::refuse_later(self.archive, self.claim.epoch))?;
             (self.checked, self.unchecked) = (Instant::now(), false);

@@ -6,22 +6,27 @@
 //!        ▲                                                                │
 //!        └───────────── a file in memory: how far the archive is ◀────────┘
 //! ```
+//! With `archive-sync=on`, FLUSHes wait for the push: a byte through the pipe tells it that one does,
+//! and a byte on its standard output that the archive has more.
+//!
 //! A push outlives a kill of this process until it has sent what the log got before.
 
 use std::fs::File;
-use std::io::{self, Write};
-use std::os::fd::AsRawFd;
+use std::io::{self, Read, Write};
+use std::os::fd::{AsFd, AsRawFd, OwnedFd};
 use std::os::unix::fs::FileExt;
 use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
 use std::process::{Child, ChildStdin, Command, Stdio};
-use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
+use std::thread;
 use std::time::{Duration, Instant, SystemTime};
 
-use rustix::event::{PollFd, PollFlags, Timespec, poll};
-use rustix::fs::{MemfdFlags, memfd_create};
-use rustix::io::{FdFlags, fcntl_setfd};
+use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, eventfd, poll};
+use rustix::fs::{MemfdFlags, OFlags, fcntl_setfl, memfd_create};
+use rustix::io::{Errno, FdFlags, fcntl_setfd};
 use serde::{Deserialize, Serialize};
+use walvisor_storage::{Disk, ReplicaCall, SyncReplica};
 use walvisor_vmm::seccomp::Seccomp;
 
 use crate::landlock::Landlock;
@@ -29,6 +34,8 @@ use crate::point::unix_us;
 
 /// How long a push may go on once the logs are closed.
 pub const LAST_PUSH: Duration = Duration::from_secs(10);
+/// How long a process that stops goes on waiting for an archive.
+const LAST_WAIT: Duration = Duration::from_secs(5);
 /// Most bytes of a [`PushProgress`] as JSON.
 const PROGRESS_BYTES: usize = 4096;
 
@@ -41,6 +48,8 @@ pub struct LogToArchive {
     pub url: String,
     /// How often to send what is new; `None`: as often as a push does by itself.
     pub interval: Option<Duration>,
+    /// A FLUSH completes only once the archive has its records too.
+    pub sync: bool,
 }
 
 /// How far a push has come.
@@ -111,6 +120,8 @@ pub struct PushState {
     /// Everything that was durable so long ago is in the archive. If it has never caught up: the
     /// time since its start.
     pub lag: Duration,
+    /// How many requests wait for the archive; `None`: they never do.
+    pub waiting: Option<u64>,
 }
 
 /// A process that archives a log.
@@ -119,8 +130,10 @@ struct Push {
     child: Child,
     started: SystemTime,
     /// Its standard input.
-    input: Mutex<Option<ChildStdin>>,
+    input: Arc<Mutex<Option<ChildStdin>>>,
     progress: File,
+    /// The log's side, if FLUSHes wait for it.
+    replica: OnceLock<Arc<SyncReplica>>,
 }
 
 impl Push {
@@ -138,6 +151,9 @@ impl Push {
         if let Some(interval) = target.interval {
             command.arg(format!("--interval={}us", interval.as_micros()));
         }
+        if target.sync {
+            command.arg("--acknowledge");
+        }
         for directory in more {
             command.arg("--images-in").arg(directory);
         }
@@ -154,17 +170,47 @@ impl Push {
             .spawn()?;
         // The next push must not get it.
         fcntl_setfd(&progress, FdFlags::CLOEXEC)?;
+        let input = child.stdin.take();
+        if let Some(input) = &input {
+            // A pipe that is full wakes the push as well as another byte.
+            fcntl_setfl(input, OFlags::NONBLOCK)?;
+        }
         Ok(Self {
             target,
             started: SystemTime::now(),
-            input: Mutex::new(child.stdin.take()),
+            input: Arc::new(Mutex::new(input)),
             child,
             progress,
+            replica: OnceLock::new(),
         })
     }
 
-    fn input(&self) -> MutexGuard<'_, Option<ChildStdin>> {
-        self.input.lock().unwrap_or_else(PoisonError::into_inner)
+    /// Makes the log's FLUSHes wait for this push.
+    fn replicate(&self, disk: &Disk) -> Result<(), String> {
+        let input = Arc::clone(&self.input);
+        let flags = EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK;
+        let ends = Arc::new(eventfd(0, flags).map_err(|error| error.to_string())?);
+        let ended = Arc::clone(&ends);
+        let replica = disk.replicate(move |call| match call {
+            ReplicaCall::Waits => wake(&input),
+            // Only a full counter refuses it, which tells the same.
+            ReplicaCall::Ends => drop(rustix::io::write(&ends, &1_u64.to_ne_bytes())),
+        });
+        let replica = Arc::new(replica.map_err(|error| error.to_string())?);
+        let Some(output) = &self.child.stdout else {
+            return Ok(());
+        };
+        let files = output.as_fd().try_clone_to_owned().map(File::from);
+        let files = files.and_then(|output| Ok((output, self.progress.try_clone()?)));
+        let log = self.target.log.display().to_string();
+        let acknowledges = Arc::clone(&replica);
+        let started = files.and_then(|(output, progress)| {
+            let name = thread::Builder::new().name("archive-sync".to_owned());
+            name.spawn(move || acknowledge(&acknowledges, (output, ended), &progress, &log))
+        });
+        started.map_err(|error| format!("can't wait for its archive push: {error}"))?;
+        let _ = self.replica.set(replica);
+        Ok(())
     }
 
     /// Waits until its process has ended, not longer than this; returns whether it has.
@@ -187,9 +233,74 @@ impl Push {
             url: self.target.url.clone(),
             running: !self.has_ended(Duration::ZERO),
             lag: Duration::from_micros(now.saturating_sub(since)),
+            waiting: self.replica.get().map(|replica| replica.waiting() as u64),
             progress,
         }
     }
+}
+
+/// Locks the input of a push.
+fn lock(input: &Mutex<Option<ChildStdin>>) -> MutexGuard<'_, Option<ChildStdin>> {
+    input.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// Makes a push look at its log.
+fn wake(input: &Mutex<Option<ChildStdin>>) {
+    if let Some(input) = lock(input).as_mut() {
+        // A push that has ended is seen as such.
+        let _ = input.write_all(b"\n");
+    }
+}
+
+/// Completes FLUSHes as the archive gets their records, until the push ends, or until [`LAST_WAIT`]
+/// after the event `ends`: then those fail that still wait.
+fn acknowledge(
+    replica: &SyncReplica,
+    (mut output, ends): (File, Arc<OwnedFd>),
+    progress: &File,
+    log: &str,
+) {
+    let (mut bytes, mut until) = ([0; 512], None::<Instant>);
+    loop {
+        let limit = until.map(|until| until.saturating_duration_since(Instant::now()));
+        if limit == Some(Duration::ZERO) {
+            break;
+        }
+        let limit = limit.and_then(|limit| Timespec::try_from(limit).ok());
+        let mut fds = [
+            PollFd::new(&output, PollFlags::IN),
+            PollFd::new(&ends, PollFlags::IN),
+        ];
+        match poll(&mut fds, limit.as_ref()) {
+            Ok(_) | Err(Errno::INTR) => {}
+            Err(_) => break,
+        }
+        let (told, ended) = (!fds[0].revents().is_empty(), !fds[1].revents().is_empty());
+        if ended {
+            let _ = rustix::io::read(&ends, &mut [0; 8]);
+            until.get_or_insert(Instant::now() + LAST_WAIT);
+        }
+        if told {
+            match output.read(&mut bytes) {
+                Ok(0) => break,
+                Ok(_) => {
+                    // Half-written progress is followed by another byte.
+                    if let Some(progress) = PushProgress::read(progress) {
+                        replica.acknowledge(progress.lsn);
+                    }
+                }
+                Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+                Err(_) => break,
+            }
+        }
+    }
+    if replica.waiting() > 0 {
+        tracing::error!(
+            "log {log}: its archive does not get what FLUSHes wait for, so they fail: its push has ended, or this \
+             process does"
+        );
+    }
+    replica.lose();
 }
 
 /// The processes that archive this process's logs. Once this is dropped, they end when they have
@@ -223,14 +334,19 @@ impl Pushes {
             .map(Self)
     }
 
-    /// The logs are open.
-    pub fn begin(&self) {
+    /// The logs are open. `disk_of` gives a disk of a log.
+    ///
+    /// # Errors
+    /// One line: FLUSHes can't wait for a push.
+    pub fn begin<'a>(&self, disk_of: impl Fn(&Path) -> Option<&'a Disk>) -> Result<(), String> {
         for push in &self.0 {
-            if let Some(input) = push.input().as_mut() {
-                // A push that has ended is seen as such.
-                let _ = input.write_all(b"\n");
+            let disk = disk_of(&push.target.log).filter(|_| push.target.sync);
+            if let Some(disk) = disk {
+                push.replicate(disk)?;
             }
+            wake(&push.input);
         }
+        Ok(())
     }
 
     /// The state of each.
@@ -242,7 +358,7 @@ impl Pushes {
     pub fn finish(&self) {
         let until = Instant::now() + LAST_PUSH + Duration::from_secs(1);
         for push in &self.0 {
-            *push.input() = None;
+            *lock(&push.input) = None;
         }
         for push in &self.0 {
             let left = until.saturating_duration_since(Instant::now());

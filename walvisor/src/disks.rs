@@ -90,6 +90,14 @@ impl OpenLogs {
         Some(real_path(&directory))
     }
 
+    /// A disk of the log in this directory.
+    pub fn disk_of(&self, directory: &Path) -> Option<&Disk> {
+        let directory = real_path(directory);
+        let mut logs = self.logs.iter();
+        let log = logs.find(|log| log.directory == directory)?;
+        log.store.disks().first()
+    }
+
     fn log_of(&self, spec: &DiskSpec) -> Option<usize> {
         let directory = Self::directory_of(spec)?;
         let mut logs = self.logs.iter();
@@ -360,7 +368,7 @@ pub fn disk_name(spec: &DiskSpec) -> String {
 }
 
 /// The keys of a disk that set options of its log.
-pub(crate) const LOG_KEYS: [&str; 9] = [
+pub(crate) const LOG_KEYS: [&str; 10] = [
     "commit-wait-usec",
     "commit-wait-count",
     "close-seconds",
@@ -370,6 +378,7 @@ pub(crate) const LOG_KEYS: [&str; 9] = [
     "on-full",
     "archive",
     "archive-interval",
+    "archive-sync",
 ];
 
 /// A key of this disk that sets an option of its log.
@@ -384,6 +393,7 @@ fn log_key(spec: &DiskSpec) -> Option<&'static str> {
         spec.on_full.is_some(),
         spec.archive.is_some(),
         spec.archive_interval.is_some(),
+        spec.archive_sync,
     ];
     let found = LOG_KEYS.into_iter().zip(given).find(|(_, given)| *given);
     found.map(|(key, _)| key)
@@ -531,9 +541,12 @@ pub fn check(specs: &[DiskSpec]) -> Result<(), String> {
             let log = log.display();
             format!("the disks on the log {log} disagree about {key}, which belongs to the log: give it once")
         })?;
-        let interval = members
-            .iter()
-            .any(|member| specs[*member].archive_interval.is_some());
+        let mut with = members.iter().map(|member| &specs[*member]);
+        let depends = with.find_map(|spec| match (spec.archive_interval, spec.archive_sync) {
+            (Some(_), _) => Some("archive-interval"),
+            (None, true) => Some("archive-sync"),
+            (None, false) => None,
+        });
         if let Some(archive) = archive {
             let url = archive.url.parse::<ArchiveUrl>();
             url.map_err(|error| format!("archive=: {error}"))?;
@@ -549,8 +562,8 @@ pub fn check(specs: &[DiskSpec]) -> Result<(), String> {
                 ));
             }
             archives.push(archive.url);
-        } else if interval {
-            return Err("archive-interval= needs an archive: give archive=URL too".to_owned());
+        } else if let Some(key) = depends {
+            return Err(format!("{key}= needs an archive: give archive=URL too"));
         }
     }
     Ok(())
@@ -582,6 +595,7 @@ fn archive_of(
         log: log.to_path_buf(),
         url: url.clone(),
         interval,
+        sync: specs().any(|spec| spec.archive_sync),
     }))
 }
 
@@ -846,13 +860,15 @@ mod tests {
         let some = specs(&[
             "path=a,log=l",
             "path=b,log=l,archive=s3://bucket/b,archive-interval=5s",
-            "path=d",
+            "path=d,log=l,archive-sync=on",
+            "path=e",
         ]);
         check(&some).unwrap();
         let target = LogToArchive {
             log: "l".into(),
             url: "s3://bucket/b".to_owned(),
             interval: Some(Duration::from_secs(5)),
+            sync: true,
         };
         assert_eq!(logs_to_archive(&some), [target]);
         for (text, part) in [
@@ -862,7 +878,11 @@ mod tests {
             ),
             (
                 "path=a,archive-interval=5s",
-                "needs an archive: give archive=URL too",
+                "archive-interval= needs an archive: give archive=URL too",
+            ),
+            (
+                "path=a,archive-sync=on",
+                "archive-sync= needs an archive: give archive=URL too",
             ),
             (
                 "path=a,readonly=on,archive=file:///c",

@@ -253,43 +253,49 @@ fn archives(text: &mut Text, pushes: &[PushState]) {
     if pushes.is_empty() {
         return;
     }
-    type Getter = fn(&PushState) -> f64;
-    let metrics: [(&str, &str, &str, Getter); 6] = [
+    type Getter = fn(&PushState) -> Option<f64>;
+    let metrics: [(&str, &str, &str, Getter); 7] = [
         (
             "up",
             "gauge",
             "1 while the log's push runs, 0 once it has ended.",
-            |push| f64::from(u8::from(push.running)),
+            |push| Some(f64::from(u8::from(push.running))),
         ),
         (
             "lag_seconds",
             "gauge",
             "The archive has everything that was durable this long ago; since the push began, if it has never caught up.",
-            |push| push.lag.as_secs_f64(),
+            |push| Some(push.lag.as_secs_f64()),
         ),
         (
             "lsn",
             "gauge",
             "The newest record in the archive.",
-            |push| push.progress.lsn as f64,
+            |push| Some(push.progress.lsn as f64),
         ),
         (
             "restorable",
             "gauge",
             "1 if the archive has a complete copy of the images, else 0.",
-            |push| f64::from(u8::from(push.progress.restorable)),
+            |push| Some(f64::from(u8::from(push.progress.restorable))),
         ),
         (
             "sent_bytes_total",
             "counter",
             "Bytes sent to the store, compressed.",
-            |push| push.progress.sent_bytes as f64,
+            |push| Some(push.progress.sent_bytes as f64),
         ),
         (
             "requests_total",
             "counter",
             "Requests to the store.",
-            |push| push.progress.requests as f64,
+            |push| Some(push.progress.requests as f64),
+        ),
+        (
+            "waiting_requests",
+            "gauge",
+            "Requests that wait for the archive, with archive-sync=on.",
+            |push| push.waiting.map(|waiting| waiting as f64),
         ),
     ];
     for (name, kind, help, get) in metrics {
@@ -297,7 +303,9 @@ fn archives(text: &mut Text, pushes: &[PushState]) {
         text.metric(&name, kind, help);
         for push in pushes {
             let labels = format!("{{log=\"{}\"}}", escape(&push.log));
-            text.sample(&name, &labels, get(push));
+            if let Some(value) = get(push) {
+                text.sample(&name, &labels, value);
+            }
         }
     }
 }
@@ -653,6 +661,7 @@ mod tests {
                 running: true,
                 progress: PushProgress::default(),
                 lag: Duration::from_millis(1500),
+                waiting: Some(3),
             }],
             networks: &[NetworkInUse {
                 transport: "pci",

@@ -21,6 +21,7 @@ use crate::log::disk_state::DiskState;
 use crate::log::orders::KeeperTask;
 use crate::log::pin::{PinUser, PinnedLog};
 use crate::log::pipeline::MarkCommit;
+use crate::log::replica::{ReplicaCall, SyncReplica};
 use crate::log::sharing::SyncSharing;
 use crate::log::state::Log;
 use crate::sync::atomic::Ordering;
@@ -164,6 +165,27 @@ impl Disk {
             ErrorKind::Io,
             format!("{dir}: the log takes no mark: {why}"),
         )
+    }
+
+    /// From now on, a FLUSH of any disk of the log completes only once a replica has its records
+    /// too; so does a write with FUA, or of a write-through disk. `owner` is called when one begins
+    /// to wait; it must not block. Whoever has the replica then
+    /// [acknowledges](SyncReplica::acknowledge) what is there, perhaps in another thread. Call this
+    /// before the disks serve anyone.
+    ///
+    /// # Errors
+    /// [`ErrorKind::AlreadyExists`](crate::ErrorKind) if the log has a replica.
+    pub fn replicate(
+        &self,
+        owner: impl Fn(ReplicaCall) + Send + Sync + 'static,
+    ) -> Result<SyncReplica> {
+        SyncReplica::of(&self.log, Arc::new(owner)).ok_or_else(|| {
+            let dir = self.log.dir.display();
+            Error::new(
+                ErrorKind::AlreadyExists,
+                format!("{dir}: the log has a replica that FLUSHes wait for"),
+            )
+        })
     }
 
     /// All disks on the log, open or not: their ids, and the paths of their base images when they

@@ -141,7 +141,7 @@ impl Keeper {
         control: ControlFile,
         frozen_at: Option<u64>,
     ) -> Result<Self> {
-        let committer = Committer::new(log.clone(), 0, Arc::default())
+        let committer = Committer::of_keeper(log.clone())
             .map_err(|e| Error::io("open the log", &log.dir, e))?;
         Ok(Self {
             leader: Leader::new(log.clone(), None),

@@ -63,12 +63,24 @@ impl Committer {
         clients: usize,
         sharing: Arc<SharingCounters>,
     ) -> io::Result<Self> {
-        let mailbox = Arc::new(Mailbox::new(Event::new()?, sharing));
+        let mailbox = Mailbox::new(Event::new()?, sharing);
+        Ok(Self::with(log, clients, mailbox))
+    }
+
+    /// The keeper's committer. What it waits for need not be in a replica.
+    pub(crate) fn of_keeper(log: Arc<Log>) -> io::Result<Self> {
+        let mut mailbox = Mailbox::new(Event::new()?, Arc::default());
+        mailbox.local = true;
+        Ok(Self::with(log, 0, mailbox))
+    }
+
+    fn with(log: Arc<Log>, clients: usize, mailbox: Mailbox) -> Self {
+        let mailbox = Arc::new(mailbox);
         let mut state = log.lock();
         state.waiters.add_port(&mailbox, clients);
         drop(state);
         let leader = Leader::new(log.clone(), Some(mailbox.clone()));
-        Ok(Self {
+        Self {
             log,
             leader,
             mailbox,
@@ -76,7 +88,7 @@ impl Committer {
             unstarted: false,
             #[cfg(test)]
             kept: Vec::new(),
-        })
+        }
     }
 
     /// Gives a record its LSN, makes it visible to readers and queues it for the log. The next
@@ -162,7 +174,11 @@ impl Committer {
         // Without group commit each FLUSH gets a sync of its own, even if an earlier FLUSH's sync
         // came after its writes.
         if covered && (self.log.most_served > 1 || state.ring.tail().is_none()) {
-            return Ok(true);
+            if state.replica.is_none() {
+                return Ok(true);
+            }
+            drop(state);
+            return Ok(self.wait_for_replica(lsn, token));
         }
         if lsn > state.pipeline.batched() && state.is_stuck() {
             return Err(Failure::Io);
@@ -175,6 +191,18 @@ impl Committer {
         drop(state);
         self.unstarted = true;
         Ok(false)
+    }
+
+    /// Completes `token` once the replica has `lsn`, which is durable here. `true`: it has it
+    /// already, and no completion comes.
+    fn wait_for_replica(&self, lsn: u64, token: u64) -> bool {
+        let mut waiters = vec![Waiter {
+            lsn,
+            token,
+            mailbox: self.mailbox.clone(),
+        }];
+        self.log.hold_for_replica(&mut waiters, 1);
+        !waiters.is_empty()
     }
 
     /// Writes the batches that need no sync, and calls the leader if it is wanted. `alone`: the
@@ -287,6 +315,9 @@ impl Drop for Committer {
         self.end_kept();
         let mut state = self.log.lock();
         state.waiters.remove_port(&self.mailbox);
+        if let Some(replica) = &mut state.replica {
+            replica.remove_port(&self.mailbox);
+        }
         drop(state);
         // A group that was waiting for more waiters may be complete without this port.
         self.log.call_leader();

@@ -559,6 +559,7 @@ impl Log {
         }
         waiters.serve_written(pipeline.written(), &mut buffers.served);
         let held_back = self.held_back.swap(false, Ordering::Relaxed);
+        let replicated = state.replica.is_some();
         let then = then(&mut state);
         drop(state);
         // Before any client learns that its request has ended: it may then close its disk, which
@@ -569,6 +570,9 @@ impl Log {
         }
         let (served, number) = synced;
         count_sync(&buffers.served[..served], number);
+        if replicated {
+            self.hold_for_replica(&mut buffers.served, served);
+        }
         deliver(buffers.served.drain(..), Ok(()), own);
         if held_back {
             self.wake_ports();

@@ -14,6 +14,7 @@ pub(crate) mod orders;
 pub(crate) mod pin;
 pub(crate) mod pipeline;
 pub(crate) mod reads;
+pub(crate) mod replica;
 pub(crate) mod ring;
 pub(crate) mod room;
 pub(crate) mod sharing;

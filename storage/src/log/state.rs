@@ -22,6 +22,7 @@ use crate::log::counters::Counters;
 use crate::log::disk_state::DiskState;
 use crate::log::orders::{KeeperOrder, KeeperState, KeeperTask};
 use crate::log::pipeline::Pipeline;
+use crate::log::replica::ReplicaState;
 use crate::log::ring::SegmentRing;
 use crate::log::room::RoomShares;
 use crate::log::waiters::{Waiter, Waiters, deliver};
@@ -47,6 +48,8 @@ pub(crate) struct LogState {
     pub ring: SegmentRing,
     pub room: RoomShares,
     pub waiters: Waiters,
+    /// A replica that FLUSHes wait for.
+    pub replica: Option<ReplicaState>,
     pub commit_delay: CommitDelay,
     pub keeper: KeeperState,
     pub clock: LogClock,
@@ -76,6 +79,7 @@ impl LogState {
             ring,
             room: RoomShares::default(),
             waiters: Waiters::default(),
+            replica: None,
             commit_delay,
             keeper,
             clock,
@@ -335,6 +339,7 @@ impl Log {
         if paused {
             self.refuse_stuck();
         }
+        self.end_replication();
     }
 
     /// Gives these waiters an error.
@@ -348,7 +353,9 @@ impl Log {
     /// Fails every request, waiting or to come; reads go on.
     pub(crate) fn refuse(&self, mut state: MutexGuard<'_, LogState>) {
         self.poisoned.store(true, Ordering::Release);
-        let waiters = state.waiters.take(|_| true);
+        let mut waiters = state.waiters.take(|_| true);
+        let replica = state.replica.as_mut();
+        waiters.extend(replica.map(ReplicaState::take_waiters).unwrap_or_default());
         // Unwritten records stay readable through the index, but never become durable.
         state.pipeline.fail();
         state.ring.drop_pending_summaries();

@@ -37,6 +37,8 @@ pub(crate) struct Mailbox {
     pub sharing: Arc<SharingCounters>,
     /// The port has to look at the log again.
     pub called: AtomicBool,
+    /// Its FLUSHes never wait for a replica.
+    pub local: bool,
     /// The port's reads, if it makes any.
     pub reads: OnceLock<Weak<dyn PortReads>>,
     /// The port's waiters in the log, and how many its owner says can wait at a time. Changed only
@@ -52,6 +54,7 @@ impl Mailbox {
             event,
             sharing,
             called: AtomicBool::new(false),
+            local: false,
             reads: OnceLock::new(),
             waiting: AtomicUsize::new(0),
             clients: AtomicUsize::new(0),

@@ -691,7 +691,8 @@ impl History {
         running.disks.remove(which);
         running.places.remove(which);
         clients.close(disk);
-        self.oracle.drained(disk);
+        // A disk without data in the log leaves at once, even if its mark is still pending.
+        self.oracle.drained(disk, keeps_history);
         if keeps_history {
             self.totals.detached += 1;
             return Ok(());

@@ -202,8 +202,10 @@ impl Oracle {
     }
 
     /// All changes of a disk so far are durable, and so are all that came before the last of them.
-    pub(super) fn drained(&mut self, disk: usize) {
-        let last = self.order.iter().rposition(|change| change.disk == disk);
+    /// `marks`: also a mark that nobody has an answer for.
+    pub(super) fn drained(&mut self, disk: usize, marks: bool) {
+        let counts = |change: &Effect| change.disk == disk && (marks || change.sectors > 0);
+        let last = self.order.iter().rposition(counts);
         self.floor = self.floor.max(last.map_or(0, |last| last + 1));
     }
 

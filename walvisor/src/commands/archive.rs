@@ -5,7 +5,7 @@ mod plan;
 use std::fs::File;
 use std::net::ToSocketAddrs;
 use std::path::{Path, PathBuf};
-use std::sync::{Arc, Condvar, Mutex, PoisonError};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant, SystemTime};
 
 use clap::{Args, Subcommand};
@@ -55,6 +55,10 @@ enum ArchiveAction {
         /// has read a byte from standard input.
         #[arg(long, hide = true)]
         progress_fd: Option<u32>,
+        /// Send what is new at each byte from standard input, and write a byte to standard output
+        /// whenever the archive has more.
+        #[arg(long, hide = true, requires = "progress_fd", conflicts_with = "json")]
+        acknowledge: bool,
         /// Where images may be that come to the log later.
         #[arg(long, hide = true)]
         images_in: Vec<PathBuf>,
@@ -239,6 +243,7 @@ pub fn run(arguments: &ArchiveArguments) -> Result<(), CommandError> {
             follow,
             until_eof,
             progress_fd,
+            acknowledge,
             images_in,
             interval,
             base_every,
@@ -249,11 +254,12 @@ pub fn run(arguments: &ArchiveArguments) -> Result<(), CommandError> {
             let options = UploadOptions {
                 base_every: Some(*base_every),
                 take_over: *take_over,
+                check_each: *acknowledge,
             };
             let url = address(url)?;
             let progress = progress_fd.map(open_progress).transpose();
             let progress = progress.map_err(CommandError::failed)?;
-            if progress.is_some() && !next_byte_comes() {
+            if progress.is_some() && !next_bytes_come() {
                 // The log was not opened.
                 return Ok(());
             }
@@ -277,6 +283,7 @@ pub fn run(arguments: &ArchiveArguments) -> Result<(), CommandError> {
                     interval: *interval,
                     json: *json,
                     input: until_eof.then(InputWatch::start),
+                    acknowledges: *acknowledge,
                     told: PushProgress::default(),
                     progress,
                 };
@@ -449,6 +456,8 @@ fn push(
 
 /// How long to wait before the store is tried again, at most.
 const LONGEST_WAIT: Duration = Duration::from_secs(30);
+/// The same while requests wait for the store.
+const RETRY_FOR_WAITERS: Duration = Duration::from_secs(1);
 
 /// A push that goes on with what the log gets.
 struct FollowingPush<'a> {
@@ -459,6 +468,8 @@ struct FollowingPush<'a> {
     json: bool,
     /// Ends once this has.
     input: Option<Arc<InputWatch>>,
+    /// Requests wait for what is sent: tells of it at once.
+    acknowledges: bool,
     /// What is told in `progress`, for the process whose log it is.
     told: PushProgress,
     progress: Option<File>,
@@ -478,7 +489,7 @@ impl FollowingPush<'_> {
 
     fn follow(&mut self) -> Result<(), CommandError> {
         let mut retry = Retry::new(self.interval);
-        let mut uploader = None;
+        let mut uploader: Option<Uploader<'_>> = None;
         let mut ends = false;
         // Another push of this machine may be sending the last of what it has.
         let mut fenced = 0;
@@ -486,7 +497,7 @@ impl FollowingPush<'_> {
             let (begun, begun_us) = (Instant::now(), unix_us(SystemTime::now()));
             let ticked = match &mut uploader {
                 Some(uploader) => {
-                    let ticked = Uploader::tick(uploader);
+                    let ticked = uploader.tick_and_tell(&mut |last| self.acknowledge(last));
                     warn_anew(uploader);
                     ticked.map(Some)
                 }
@@ -505,10 +516,11 @@ impl FollowingPush<'_> {
                     }
                     let idle = (tick.caught_up || tick.log_bytes == 0) && tick.base.is_none();
                     if idle {
-                        self.interval.saturating_sub(begun.elapsed())
-                    } else {
-                        Duration::ZERO
+                        let rest = self.interval.saturating_sub(begun.elapsed());
+                        ends = self.wait(rest, self.acknowledges);
+                        continue;
                     }
+                    Duration::ZERO
                 }
                 Err(error) => {
                     fenced += u32::from(error.kind() == ErrorKind::Fenced);
@@ -523,10 +535,15 @@ impl FollowingPush<'_> {
                     }
                     tracing::warn!("{error}; the archive is behind, and is tried again");
                     self.tell_error(&error);
-                    retry.next()
+                    let rest = retry.next();
+                    if self.acknowledges {
+                        rest.min(RETRY_FOR_WAITERS)
+                    } else {
+                        rest
+                    }
                 }
             };
-            ends = self.wait(rest);
+            ends = self.wait(rest, false);
             if ends && uploader.is_none() {
                 // It claims no archive any more.
                 let log = self.log.display();
@@ -535,10 +552,22 @@ impl FollowingPush<'_> {
         }
     }
 
-    /// Waits, at most until the input ends; returns whether it has ended.
-    fn wait(&self, time: Duration) -> bool {
+    /// Tells at once what the archive has, if requests wait for that.
+    fn acknowledge(&mut self, last: Commit) {
+        if !self.acknowledges || last.lsn <= self.told.lsn {
+            return;
+        }
+        (self.told.lsn, self.told.cid, self.told.unix_us) = (last.lsn, last.cid, last.unix_us);
+        self.write_progress();
+        // Nobody waits any more if this fails.
+        let _ = rustix::io::write(std::io::stdout(), b"\n");
+    }
+
+    /// Waits, at most until the input ends; returns whether it has ended. `wakes`: also until
+    /// something comes from it.
+    fn wait(&self, time: Duration, wakes: bool) -> bool {
         match &self.input {
-            Some(input) => input.wait(time),
+            Some(input) => input.wait(time, wakes),
             None => {
                 std::thread::sleep(time);
                 false
@@ -586,10 +615,18 @@ impl FollowingPush<'_> {
 const MOST_FENCED: u32 = 5;
 const NOT_ALL_SENT: &str = "the archive lacks what was written last; push it again";
 
-/// Waits for the end of standard input.
+/// What has come from standard input.
+#[derive(Default)]
+struct Input {
+    ended: bool,
+    /// Something has come since the last wait that wakes.
+    woken: bool,
+}
+
+/// Watches standard input.
 #[derive(Default)]
 struct InputWatch {
-    ended: Mutex<bool>,
+    input: Mutex<Input>,
     changed: Condvar,
 }
 
@@ -600,8 +637,11 @@ impl InputWatch {
         let watch = Arc::new(Self::default());
         let own = Arc::clone(&watch);
         std::thread::spawn(move || {
-            while next_byte_comes() {}
-            *own.ended.lock().unwrap_or_else(PoisonError::into_inner) = true;
+            while next_bytes_come() {
+                own.lock().woken = true;
+                own.changed.notify_all();
+            }
+            own.lock().ended = true;
             own.changed.notify_all();
             std::thread::sleep(LAST_PUSH);
             eprintln!("walvisor: {NOT_ALL_SENT}");
@@ -610,27 +650,32 @@ impl InputWatch {
         watch
     }
 
+    fn lock(&self) -> MutexGuard<'_, Input> {
+        self.input.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
     /// Waits until the input ends, at most for this time; returns whether it has ended. Once it
-    /// has, this waits 20 ms at most.
-    fn wait(&self, time: Duration) -> bool {
-        let ended = self.ended.lock().unwrap_or_else(PoisonError::into_inner);
-        if *ended {
-            drop(ended);
+    /// has, this waits 20 ms at most. `wakes`: also until something comes.
+    fn wait(&self, time: Duration, wakes: bool) -> bool {
+        let input = self.lock();
+        if input.ended {
+            drop(input);
             std::thread::sleep(time.min(Duration::from_millis(20)));
             return true;
         }
-        let waited = self
-            .changed
-            .wait_timeout_while(ended, time, |ended| !*ended);
-        *waited.unwrap_or_else(PoisonError::into_inner).0
+        let waits = |input: &mut Input| !(input.ended || wakes && input.woken);
+        let waited = self.changed.wait_timeout_while(input, time, waits);
+        let (mut input, _) = waited.unwrap_or_else(PoisonError::into_inner);
+        input.woken &= !wakes;
+        input.ended
     }
 }
 
-/// Reads a byte from standard input; `false` at its end.
-fn next_byte_comes() -> bool {
-    let mut byte = [0];
+/// Waits for bytes from standard input; `false` at its end.
+fn next_bytes_come() -> bool {
+    let mut bytes = [0; 512];
     loop {
-        match rustix::io::read(std::io::stdin(), &mut byte) {
+        match rustix::io::read(std::io::stdin(), &mut bytes) {
             Ok(count) => return count > 0,
             Err(Errno::INTR) => {}
             Err(_) => return false,

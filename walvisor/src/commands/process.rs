@@ -179,7 +179,8 @@ impl ProcessArguments {
         let opened = disks::open(specs, cpus, scratch);
         let (open, logs) = opened.map_err(|error| self.cannot_open(&error))?;
         logs.keep(specs).map_err(CommandError::Failed)?;
-        pushes.begin();
+        let begun = pushes.begin(|log| logs.disk_of(log));
+        begun.map_err(CommandError::Failed)?;
         disks::prepare_rings(&open);
         Ok((open, logs, pushes))
     }

@@ -152,6 +152,7 @@ fn archive(push: &PushState) -> Value {
         "lag_us": push.lag.as_micros() as u64,
         "caught_up": progress.caught_up_us > 0,
         "restorable": progress.restorable,
+        "waiting_requests": push.waiting,
         "sent_bytes": progress.sent_bytes,
         "requests": progress.requests,
         "error": progress.error,

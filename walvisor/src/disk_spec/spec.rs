@@ -186,6 +186,8 @@ pub struct DiskSpec {
     /// How often the push sends what is new; `None`: as another disk of the log says, or each
     /// second.
     pub archive_interval: Option<Duration>,
+    /// A FLUSH waits for the archive.
+    pub archive_sync: bool,
     /// Images of disks on the log that nobody uses in this process, and to which the log may copy
     /// its records of them.
     pub detached: Vec<PathBuf>,
@@ -243,6 +245,7 @@ impl Default for DiskSpec {
             spill_limit: None,
             archive: None,
             archive_interval: None,
+            archive_sync: false,
             on_full: None,
             detached: Vec::new(),
             socket: None,

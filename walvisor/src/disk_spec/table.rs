@@ -454,6 +454,14 @@ pub const KEYS: &[Key] = &[
         help: "How often what is new in the log goes to its archive",
     },
     Key {
+        name: "archive-sync",
+        value: Value::Switch(|spec, on| spec.archive_sync = on),
+        default: "off, unless another disk of the log has it on",
+        commands: EVERYWHERE,
+        backends: LOGGED,
+        help: "A FLUSH completes only once the log's archive has its writes too",
+    },
+    Key {
         name: "detached",
         value: Value::Text {
             expected: "paths separated by ':'",

@@ -140,6 +140,7 @@ fn example(key: &Key) -> &'static str {
         "on-full" => "pause",
         "archive" => "file:///a",
         "archive-interval" => "1s",
+        "archive-sync" => "on",
         _ => key.default,
     }
 }

@@ -10,7 +10,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
 use s3::S3;
-use walvisor_testkit::nbd::RawClient;
+use walvisor_testkit::nbd::{FLUSH, RawClient};
 use walvisor_testkit::process::{Limited, create, foreign, program, succeed, text};
 use walvisor_testkit::{Daemon, Process, Random, wait_until};
 
@@ -395,6 +395,154 @@ fn a_daemon_archives_its_log() {
     assert!(shown.contains("; its push has ended: "), "{shown}");
     write_next(&mut client, &mut written);
     drop(client);
+    daemon.stop();
+}
+
+/// A daemon whose FLUSHes wait for the archive, and a client.
+fn start_synchronous(home: &Path, url: &str) -> (Daemon, RawClient) {
+    // Only a FLUSH makes the push send something.
+    let options = format!("archive={url},archive-interval=1h,archive-sync=on");
+    let mut command = Command::new(program());
+    command.args(["serve", "nbd", "--control", "ctl", "--disk"]);
+    command.arg(format!("path=disk.img,socket=nbd.sock,{options}"));
+    with_keys(&mut command);
+    let daemon = Daemon::start_as(home, &mut command, 1);
+    let client = RawClient::extended(&home.join("nbd.sock"));
+    (daemon, client)
+}
+
+/// The process that pushes a daemon's log.
+fn push_of(daemon: &Daemon) -> rustix::process::Pid {
+    let parent = format!("PPid:\t{}\n", daemon.pid());
+    let processes = fs::read_dir("/proc").unwrap();
+    let mut numbers = processes.filter_map(|entry| entry.ok()?.file_name().to_str()?.parse().ok());
+    let child = numbers.find(|number: &i32| {
+        let status = fs::read_to_string(format!("/proc/{number}/status"));
+        status.is_ok_and(|status| status.contains(&parent))
+    });
+    rustix::process::Pid::from_raw(child.expect("a push")).expect("a process")
+}
+
+/// The number in each block of an image.
+fn numbers(image: &Path) -> Vec<u64> {
+    let bytes = fs::read(image).unwrap();
+    let blocks = bytes.chunks(BLOCK);
+    let numbers = blocks.map(|block| u64::from_le_bytes(block[..8].try_into().unwrap()));
+    numbers.collect()
+}
+
+/// Writes the next block and flushes; returns whether both succeeded.
+fn try_next(client: &mut RawClient, written: &mut u64) -> bool {
+    let number = *written + 1;
+    let block = [&number.to_le_bytes()[..], &[number as u8; BLOCK - 8]].concat();
+    client.write(number, number % BLOCKS * BLOCK as u64, &block);
+    client.request(0, FLUSH, number, 0, 0);
+    let good = client.reply().kind == 0;
+    *written += u64::from(good);
+    good
+}
+
+/// The host is gone at once, daemon and push: every FLUSH that was answered is in the archive. The
+/// store fails in between.
+#[test]
+fn with_archive_sync_every_flush_is_in_the_archive_when_the_host_is_gone() {
+    let store = S3::start("bucket");
+    let url = store.url("bucket/one");
+    let (_place, home, elsewhere) = two_hosts();
+    create(&home, "disk.img", "1M --retain 1h");
+    let (mut written, mut random) = (0, Random(3));
+    for round in 0..6 {
+        let (daemon, mut client) = start_synchronous(&home, &url);
+        write_next(&mut client, &mut written);
+        let told = archive_of(&home);
+        assert_eq!(
+            (&told["lsn"], &told["waiting_requests"]),
+            (&written.into(), &0.into())
+        );
+        wait_until("the images", || archive_of(&home)["restorable"] == true);
+        store.fail_one_in(if round % 2 == 0 { 0 } else { 5 });
+        for _ in 0..random.below(60) {
+            write_next(&mut client, &mut written);
+        }
+        let push = push_of(&daemon);
+        daemon.kill();
+        rustix::process::kill_process(push, rustix::process::Signal::KILL).unwrap();
+        store.fail_one_in(0);
+        let restored = format!("restored-{round}");
+        done(&mut archive(
+            &elsewhere,
+            &format!("restore {url} {restored}"),
+        ));
+        let image = format!("{restored}/disk.img");
+        succeed(&elsewhere, &format!("disk export {image} look.raw --force"));
+        assert_eq!(
+            numbers(&elsewhere.join("look.raw")).into_iter().max(),
+            Some(written)
+        );
+    }
+}
+
+/// Whoever takes the archive over has every FLUSH that was answered, and no later one succeeds.
+#[test]
+fn with_archive_sync_no_flush_succeeds_once_a_replica_was_promoted() {
+    static FOLLOWED: AtomicU64 = AtomicU64::new(0);
+    let store = S3::start("bucket");
+    let url = store.url("bucket/one");
+    let (_place, home, elsewhere) = two_hosts();
+    create(&home, "disk.img", "1M --retain 1h");
+    let (daemon, mut client) = start_synchronous(&home, &url);
+    let mut written = 0;
+    write_next(&mut client, &mut written);
+    let follow = Follower::run(&elsewhere, &["follow", &url, "replica"], &FOLLOWED);
+    wait_until("the replica", || {
+        write_next(&mut client, &mut written);
+        FOLLOWED.load(Ordering::SeqCst) > 0
+    });
+    follow.kill();
+    let promote = || done(&mut archive(&elsewhere, &format!("promote {url} replica")));
+    let promoted = std::thread::scope(|scope| {
+        let promoted = scope.spawn(promote);
+        while try_next(&mut client, &mut written) {}
+        promoted.join().unwrap()
+    });
+    assert!(!try_next(&mut client, &mut written));
+    assert_eq!(archive_of(&home)["running"], false);
+    drop(client);
+    daemon.stop();
+    succeed(&elsewhere, "disk export replica/disk.img look.raw");
+    let newest = numbers(&elsewhere.join("look.raw"))
+        .into_iter()
+        .max()
+        .unwrap();
+    // The last one may be there without an answer.
+    assert!(
+        (written..=written + 1).contains(&newest),
+        "{promoted}: {newest} of {written}"
+    );
+}
+
+/// A FLUSH waits for as long as the store is away, and the daemon ends all the same.
+#[test]
+fn with_archive_sync_a_flush_waits_for_the_store() {
+    let store = S3::start("bucket");
+    let (_place, home, _) = two_hosts();
+    create(&home, "disk.img", "1M --retain 1h");
+    let (daemon, mut client) = start_synchronous(&home, &store.url("bucket/one"));
+    let mut written = 0;
+    write_next(&mut client, &mut written);
+    for back in [true, false] {
+        store.fail_one_in(1);
+        client.write(7, 0, &[7; BLOCK]);
+        client.request(0, FLUSH, 8, 0, 0);
+        wait_until("an error of the store", || {
+            let told = archive_of(&home);
+            told["waiting_requests"] == 1 && told["error"].is_string()
+        });
+        if back {
+            store.fail_one_in(0);
+            assert_eq!(client.reply().kind, 0);
+        }
+    }
     daemon.stop();
 }
 

@@ -202,7 +202,7 @@ fn a_signal_stops_a_running_guest_and_leaves_its_disk_closed() {
     for signal in [Signal::TERM, Signal::INT, Signal::HUP] {
         let console = directory.path().join(format!("console-{signal:?}"));
         let console_target = format!("file:{}", console.display());
-        let spec = format!("path={},archive={url}", disk.display());
+        let spec = format!("path={},archive={url},archive-sync=on", disk.display());
         let kernel = kernel.to_str().unwrap();
         let mut command = std::process::Command::new(env!("CARGO_BIN_EXE_walvisor"));
         command
