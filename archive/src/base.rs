@@ -17,6 +17,8 @@ use crate::layout::{self, Place};
 use crate::object::{self, BaseImage};
 use crate::remote::{AT_ONCE, Archive};
 
+/// New chunks of a step while FLUSHes wait.
+const FEW: usize = 2;
 /// Bytes of a chunk of an image.
 pub const CHUNK_BYTES: u64 = if cfg!(test) { 64 << 10 } else { 4 << 20 };
 
@@ -82,12 +84,23 @@ impl BaseCopy {
         })
     }
 
-    /// Copies some chunks. `known`: the chunks of a manifest that stays until this one is there.
-    /// Returns whether all are copied.
+    /// Copies some chunks, or few. `known`: the chunks of a manifest that stays until this one is
+    /// there. Returns whether all are copied.
     ///
     /// # Errors
     /// [`ErrorKind::Unavailable`]: the same chunks are copied by the next call.
-    pub(crate) fn step(&mut self, archive: &Archive, known: &HashSet<String>) -> Result<bool> {
+    pub(crate) fn step(
+        &mut self,
+        archive: &Archive,
+        known: &HashSet<String>,
+        few: bool,
+    ) -> Result<bool> {
+        let (most_new, most) = if few {
+            (FEW, 4 * FEW)
+        } else {
+            // A long hole takes many steps, so that the log is not forgotten meanwhile.
+            (AT_ONCE, 64 * AT_ONCE)
+        };
         let unfinished = |copy: &&mut ImageCopy| copy.next().is_some();
         let Some(copy) = self.images.iter_mut().find(unfinished) else {
             return Ok(true);
@@ -95,9 +108,8 @@ impl BaseCopy {
         // Found in this step: hash and compressed bytes, and its place.
         let (mut found, mut new, mut passed, mut sent) = (Vec::new(), Vec::new(), 0, 0);
         while let Some(offset) = copy.at(found.len())
-            && new.len() < AT_ONCE
-            // A long hole takes many steps, so that the log is not forgotten meanwhile.
-            && found.len() < 64 * AT_ONCE
+            && new.len() < most_new
+            && found.len() < most
         {
             let bytes = copy.reader.read(offset, CHUNK_BYTES)?;
             passed += CHUNK_BYTES.min(copy.image.bytes - offset);

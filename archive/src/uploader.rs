@@ -41,8 +41,9 @@ pub struct UploadOptions {
     /// Begin anew although another machine has written the archive since, with records that this
     /// log does not have.
     pub take_over: bool,
-    /// Make certain after each part that nobody else has claimed the archive. Then whoever claims
-    /// it later finds every record that was reported as sent.
+    /// Somebody waits for each part. After each, make certain that nobody else has claimed the
+    /// archive: whoever claims it later finds what was reported as kept. Copy images in small
+    /// steps.
     pub check_each: bool,
 }
 
@@ -271,12 +272,12 @@ impl<'a> Uploader<'a> {
         self.tick_and_tell(&mut |_| ())
     }
 
-    /// As [`tick`](Self::tick). Calls `sent` with the newest record in the archive as soon as that
-    /// is known, before any chunks are copied.
+    /// As [`tick`](Self::tick). Calls `kept` with an LSN up to which the archive has everything, as
+    /// soon as that is known and the disks can be restored as of it.
     ///
     /// # Errors
     /// As [`tick`](Self::tick).
-    pub fn tick_and_tell(&mut self, sent: &mut dyn FnMut(Commit)) -> Result<Tick> {
+    pub fn tick_and_tell(&mut self, kept: &mut dyn FnMut(u64)) -> Result<Tick> {
         let (caught_up, root) = match self.read_both()? {
             Ok(read) => read,
             Err(why) => return self.begin_anew(why),
@@ -290,13 +291,19 @@ impl<'a> Uploader<'a> {
         let log_bytes = self.pending_bytes as u64;
         self.send(&root)?;
         self.keep_claim()?;
-        sent(self.state.last);
         let caught_up = caught_up && self.pending.is_empty();
         self.refuse_missing(&root, caught_up)?;
         let caught_up = caught_up && self.missing == 0;
+        let mut kept = |uploader: &Self| {
+            if uploader.restorable {
+                kept(uploader.kept(&root, caught_up));
+            }
+        };
+        kept(self);
         // Whatever the log had when the copy ended was read above.
         if caught_up {
             self.publish_base()?;
+            kept(self);
         }
         self.copy_base(root)?;
         Ok(Tick {
@@ -310,6 +317,17 @@ impl<'a> Uploader<'a> {
             },
             restorable: self.restorable,
         })
+    }
+
+    /// The LSN up to which the archive has everything. Restores in place have LSNs too, and so may
+    /// the images' state, without a record.
+    fn kept(&self, root: &LogRoot, caught_up: bool) -> u64 {
+        let last = self.state.last.lsn;
+        if !caught_up {
+            return last;
+        }
+        let rewinds = root.rewinds().into_iter();
+        rewinds.fold(last.max(root.checkpoint_lsn()), u64::max)
     }
 
     fn refuse_other_log(&self, root: &LogRoot) -> Result<()> {
@@ -544,7 +562,7 @@ impl<'a> Uploader<'a> {
         }
         if let Base::Copying(copy) = &mut self.base
             && copy.ended.is_none()
-            && copy.step(self.archive, &self.chunks)?
+            && copy.step(self.archive, &self.chunks, self.options.check_each)?
         {
             let ended = LogRoot::read(&self.log_dir)?;
             refuse_spilled(&ended)?;

@@ -6,7 +6,9 @@ use std::process::ExitCode;
 use clap::{Parser, Subcommand};
 use walvisor::cli::{WARNINGS, end, report_usage, show_warnings};
 
-use crate::{commit, database, drbd, neighbours, notify, peers, start, store, sustained, tcmu};
+use crate::{
+    archive, commit, database, drbd, neighbours, notify, peers, start, store, sustained, tcmu,
+};
 
 const PROGRAM: &str = "walvisor-bench";
 
@@ -39,6 +41,8 @@ enum Command {
     /// A disk's commits beside clients that take all they can get, on walvisor and on
     /// qemu-storage-daemon
     Neighbours(neighbours::NeighboursArguments),
+    /// Commits of a disk whose log goes to a store that is far away, and that wait for it
+    Archive(archive::ArchiveArguments),
     /// TCMU compared with NBD: 2, 4 and 8 fio threads in Linux kernels, and published results
     Tcmu(tcmu::TcmuArguments),
     /// The disk over minutes, compared with qemu-nbd and a raw image: each second's rate, the
@@ -68,6 +72,7 @@ pub fn main() -> ExitCode {
         Command::Database(arguments) => database::run(&arguments),
         Command::Peers(arguments) => peers::run(&arguments),
         Command::Neighbours(arguments) => neighbours::run(&arguments),
+        Command::Archive(arguments) => archive::run(&arguments),
         Command::Tcmu(arguments) => tcmu::run(&arguments),
         Command::Sustained(arguments) => sustained::run(&arguments),
         Command::Drbd(arguments) => drbd::run(&arguments),

@@ -13,6 +13,7 @@ use walvisor::commands::CommandError;
 use walvisor::control_socket::{ControlCommand, Format, ask};
 use walvisor::processor_time;
 use walvisor_guest_images::leash;
+use walvisor_testkit::s3::KEYS;
 
 use crate::programs;
 
@@ -56,6 +57,8 @@ impl Daemon {
         let control = sockets.join(format!("{door}.control"));
         let mut command = Command::new(programs::walvisor()?);
         command.args(["serve", door, "--control"]).arg(&control);
+        // For the store of an archive.
+        command.envs(KEYS);
         command.args(options);
         for disk in disks {
             command.args(["--disk", disk]);

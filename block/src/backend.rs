@@ -118,8 +118,12 @@ pub trait Backend: Send + Sync {
         Condition::Ok
     }
 
-    /// From now on, or a few seconds later, fails requests that would wait for something that may
-    /// never come, such as space in a file system, or a replica. For an owner that is shutting down and waits for requests in flight.
+    /// Fails requests that still wait for another machine after a few seconds. For an owner that
+    /// waits for requests in flight.
+    fn limit_waits(&self) {}
+
+    /// From now on, fails requests that would wait for something that may never come, such as space
+    /// in a file system; also [limits waits](Self::limit_waits). For an owner that is shutting down and waits for requests in flight.
     fn end_pauses(&self) {}
 
     /// Whether, at the owner's request, FLUSH does nothing and writes may never become durable.

@@ -8,7 +8,7 @@ use std::time::Duration;
 use support::{Place, fill, flush, read, run, small, wait, write};
 use walvisor_storage::{
     Backend, BackendQueue, CacheMode, Completion, DiskOptions, EngineKind, ErrorKind, Failure,
-    Operation, Port, ReplicaCall, Store, StoreOptions, SyncReplica,
+    Operation, Port, ReplicaCall, Store, StoreOptions, SyncReplica, create_disk,
 };
 
 /// How long to wait for what must come.
@@ -133,22 +133,53 @@ fn a_flush_fails_once_the_replica_is_lost() {
     assert_eq!(&read(&mut port, 8, 8)[..], &[2; 4096]);
 }
 
-/// What an earlier process wrote may not be in the replica.
+/// What an earlier process wrote may not be in the replica, even if the images have it.
 #[test]
-fn a_flush_of_what_a_killed_process_wrote_waits_too() {
+fn a_flush_of_what_an_earlier_process_wrote_waits_too() {
+    for closed in [false, true] {
+        let place = Place::new();
+        let store = place.open();
+        let mut port = store.disks()[0].open_port().unwrap();
+        write(&mut port, 0, 1, 8);
+        flush(&mut port);
+        let killed = place.crash();
+        drop(port);
+        store.close().unwrap();
+        let store = if closed { &place } else { &killed }.open();
+        let (replica, calls) = replicate(&store);
+        let mut port = store.disks()[0].open_port().unwrap();
+        submit(&mut port, Operation::Flush);
+        until_waiting(&replica, &calls, 1);
+        assert!(completions(&mut port).is_empty());
+        assert_eq!(replica.awaited(), Some(1));
+        replica.acknowledge(1);
+        ended(&mut port, Ok(()));
+    }
+}
+
+/// Its records may have been on their way to the replica.
+#[test]
+fn a_disk_that_comes_back_waits_for_what_it_wrote_before() {
     let place = Place::new();
-    let store = place.open();
-    let mut port = store.disks()[0].open_port().unwrap();
-    write(&mut port, 0, 1, 8);
-    flush(&mut port);
-    let killed = place.crash();
-    drop((port, store));
-    let store = killed.open();
+    let (other, options) = (place.disk.with_extension("other"), small(EngineKind::Auto));
+    create_disk(&other, 1 << 20, &place.log(), &options).unwrap();
+    let disks = [&place.disk, &other].map(DiskOptions::new);
+    let mut store = Store::open(&place.log(), &disks, &options).unwrap();
     let (replica, calls) = replicate(&store);
-    let mut port = store.disks()[0].open_port().unwrap();
+    let mut port = store.disks()[1].open_port().unwrap();
+    write(&mut port, 0, 1, 8);
     submit(&mut port, Operation::Flush);
     until_waiting(&replica, &calls, 1);
-    assert!(completions(&mut port).is_empty());
+    let awaited = replica.awaited().unwrap();
+    replica.fail_waiting();
+    ended(&mut port, Err(Failure::Io));
+    drop(port);
+    store.remove_disk(&other).unwrap();
+    let disk = store.add_disk(&disks[1]).unwrap();
+    let mut port = disk.open_port().unwrap();
+    submit(&mut port, Operation::Flush);
+    until_waiting(&replica, &calls, 1);
+    assert!(replica.awaited() >= Some(awaited));
     replica.acknowledge(replica.awaited().unwrap());
     ended(&mut port, Ok(()));
 }
@@ -177,7 +208,7 @@ fn the_log_goes_on_while_flushes_wait_for_the_replica() {
         .unwrap();
     assert_eq!(replica.waiting(), 1);
     store.disks()[0].end_pauses();
-    assert_eq!(calls.try_iter().last(), Some(ReplicaCall::Ends));
+    assert_eq!(calls.try_iter().last(), Some(ReplicaCall::Drains));
     // A port that goes away takes its requests along.
     drop(port);
     assert_eq!(replica.waiting(), 0);

@@ -113,6 +113,7 @@ const BENCHES: &[&[&str]] = &[
     &["exits", "serve"],
     &["linux", "store"],
     &[
+        "archive",
         "commit",
         "database",
         "neighbours",

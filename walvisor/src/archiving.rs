@@ -7,7 +7,7 @@
 //!        └───────────── a file in memory: how far the archive is ◀────────┘
 //! ```
 //! With `archive-sync=on`, FLUSHes wait for the push: a byte through the pipe tells it that one does,
-//! and a byte on its standard output that the archive has more.
+//! and its standard output up to which LSN the archive has everything, 8 bytes each time.
 //!
 //! A push outlives a kill of this process until it has sent what the log got before.
 
@@ -34,7 +34,7 @@ use crate::point::unix_us;
 
 /// How long a push may go on once the logs are closed.
 pub const LAST_PUSH: Duration = Duration::from_secs(10);
-/// How long a process that stops goes on waiting for an archive.
+/// How long requests may still wait for an archive that somebody waits to end.
 const LAST_WAIT: Duration = Duration::from_secs(5);
 /// Most bytes of a [`PushProgress`] as JSON.
 const PROGRESS_BYTES: usize = 4096;
@@ -189,24 +189,23 @@ impl Push {
     fn replicate(&self, disk: &Disk) -> Result<(), String> {
         let input = Arc::clone(&self.input);
         let flags = EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK;
-        let ends = Arc::new(eventfd(0, flags).map_err(|error| error.to_string())?);
-        let ended = Arc::clone(&ends);
+        let drains = Arc::new(eventfd(0, flags).map_err(|error| error.to_string())?);
+        let drained = Arc::clone(&drains);
         let replica = disk.replicate(move |call| match call {
             ReplicaCall::Waits => wake(&input),
             // Only a full counter refuses it, which tells the same.
-            ReplicaCall::Ends => drop(rustix::io::write(&ends, &1_u64.to_ne_bytes())),
+            ReplicaCall::Drains => drop(rustix::io::write(&drains, &1_u64.to_ne_bytes())),
         });
         let replica = Arc::new(replica.map_err(|error| error.to_string())?);
         let Some(output) = &self.child.stdout else {
             return Ok(());
         };
-        let files = output.as_fd().try_clone_to_owned().map(File::from);
-        let files = files.and_then(|output| Ok((output, self.progress.try_clone()?)));
+        let output = output.as_fd().try_clone_to_owned().map(File::from);
         let log = self.target.log.display().to_string();
         let acknowledges = Arc::clone(&replica);
-        let started = files.and_then(|(output, progress)| {
+        let started = output.and_then(|output| {
             let name = thread::Builder::new().name("archive-sync".to_owned());
-            name.spawn(move || acknowledge(&acknowledges, (output, ended), &progress, &log))
+            name.spawn(move || acknowledge(&acknowledges, (output, drained), &log))
         });
         started.map_err(|error| format!("can't wait for its archive push: {error}"))?;
         let _ = self.replica.set(replica);
@@ -252,41 +251,44 @@ fn wake(input: &Mutex<Option<ChildStdin>>) {
     }
 }
 
-/// Completes FLUSHes as the archive gets their records, until the push ends, or until [`LAST_WAIT`]
-/// after the event `ends`: then those fail that still wait.
-fn acknowledge(
-    replica: &SyncReplica,
-    (mut output, ends): (File, Arc<OwnedFd>),
-    progress: &File,
-    log: &str,
-) {
+/// Completes FLUSHes as the archive gets their records, until the push ends. Fails those that still
+/// wait [`LAST_WAIT`] after the event `drains`.
+fn acknowledge(replica: &SyncReplica, (mut output, drains): (File, Arc<OwnedFd>), log: &str) {
     let (mut bytes, mut until) = ([0; 512], None::<Instant>);
     loop {
         let limit = until.map(|until| until.saturating_duration_since(Instant::now()));
         if limit == Some(Duration::ZERO) {
-            break;
+            if replica.waiting() > 0 {
+                tracing::error!(
+                    "log {log}: FLUSHes fail, because the archive does not get their writes"
+                );
+            }
+            replica.fail_waiting();
+            until = None;
+            continue;
         }
         let limit = limit.and_then(|limit| Timespec::try_from(limit).ok());
         let mut fds = [
             PollFd::new(&output, PollFlags::IN),
-            PollFd::new(&ends, PollFlags::IN),
+            PollFd::new(&drains, PollFlags::IN),
         ];
         match poll(&mut fds, limit.as_ref()) {
             Ok(_) | Err(Errno::INTR) => {}
             Err(_) => break,
         }
-        let (told, ended) = (!fds[0].revents().is_empty(), !fds[1].revents().is_empty());
-        if ended {
-            let _ = rustix::io::read(&ends, &mut [0; 8]);
-            until.get_or_insert(Instant::now() + LAST_WAIT);
+        let (told, waits) = (!fds[0].revents().is_empty(), !fds[1].revents().is_empty());
+        if waits {
+            let _ = rustix::io::read(&drains, &mut [0; 8]);
+            until = Some(Instant::now() + LAST_WAIT);
         }
         if told {
             match output.read(&mut bytes) {
                 Ok(0) => break,
-                Ok(_) => {
-                    // Half-written progress is followed by another byte.
-                    if let Some(progress) = PushProgress::read(progress) {
-                        replica.acknowledge(progress.lsn);
+                Ok(count) => {
+                    // Each was written at once, so none is cut.
+                    let (lsns, _) = bytes[..count].as_chunks();
+                    if let Some(lsn) = lsns.last() {
+                        replica.acknowledge(u64::from_ne_bytes(*lsn));
                     }
                 }
                 Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
@@ -296,8 +298,7 @@ fn acknowledge(
     }
     if replica.waiting() > 0 {
         tracing::error!(
-            "log {log}: its archive does not get what FLUSHes wait for, so they fail: its push has ended, or this \
-             process does"
+            "log {log}: FLUSHes fail, because its archive push has ended; find out why, and start this process again"
         );
     }
     replica.lose();
@@ -334,15 +335,22 @@ impl Pushes {
             .map(Self)
     }
 
+    /// The directories of the logs whose FLUSHes wait for their archives.
+    pub fn synchronous(&self) -> impl Iterator<Item = &Path> {
+        let synchronous = self.0.iter().filter(|push| push.target.sync);
+        synchronous.map(|push| push.target.log.as_path())
+    }
+
     /// The logs are open. `disk_of` gives a disk of a log.
     ///
     /// # Errors
     /// One line: FLUSHes can't wait for a push.
     pub fn begin<'a>(&self, disk_of: impl Fn(&Path) -> Option<&'a Disk>) -> Result<(), String> {
         for push in &self.0 {
-            let disk = disk_of(&push.target.log).filter(|_| push.target.sync);
-            if let Some(disk) = disk {
-                push.replicate(disk)?;
+            if push.target.sync {
+                let log = push.target.log.display();
+                let disk = disk_of(&push.target.log);
+                push.replicate(disk.ok_or_else(|| format!("{log}: the log is not open"))?)?;
             }
             wake(&push.input);
         }

@@ -34,6 +34,9 @@ pub const DEFAULT_CLOSE_TIME: Duration = Duration::from_secs(10);
 #[derive(Default)]
 pub struct OpenLogs {
     logs: Vec<OpenLog>,
+    /// The directories of logs whose FLUSHes wait for their archives, with links resolved. If one
+    /// is closed and opened again, they would not.
+    synchronous: Vec<PathBuf>,
 }
 
 /// A log, which has at least one disk.
@@ -69,8 +72,12 @@ impl OpenLogs {
 
     /// Each log on its own, with its directory.
     pub fn split(self) -> impl Iterator<Item = (PathBuf, Self)> {
-        let logs = self.logs.into_iter();
-        logs.map(|log| (log.directory.clone(), Self { logs: vec![log] }))
+        let (logs, synchronous) = (self.logs.into_iter(), self.synchronous);
+        logs.map(move |log| {
+            let synchronous = synchronous.clone();
+            let logs = vec![log];
+            (logs[0].directory.clone(), Self { logs, synchronous })
+        })
     }
 
     /// Takes the logs of `other` too.
@@ -88,6 +95,11 @@ impl OpenLogs {
     pub fn directory_of(spec: &DiskSpec) -> Option<PathBuf> {
         let directory = spec.log_directory().filter(|_| spec.at.is_none())?;
         Some(real_path(&directory))
+    }
+
+    /// Notes that the FLUSHes of the log in this directory wait for its archive.
+    pub fn note_synchronous(&mut self, directory: &Path) {
+        self.synchronous.push(real_path(directory));
     }
 
     /// A disk of the log in this directory.
@@ -117,6 +129,14 @@ impl OpenLogs {
                 return Err(format!(
                     "disk '{}': archive= starts a process, which only the start of this one may: leave archive= out, and \
                      run 'walvisor archive push'; or start this process again with the disk",
+                    spec.name()
+                ));
+            }
+            let directory = Self::directory_of(spec);
+            if directory.is_some_and(|directory| self.synchronous.contains(&directory)) {
+                return Err(format!(
+                    "disk '{}': its log was closed when its last disk was removed, and can wait for its archive only \
+                     from the start on: start this process again with the disk",
                     spec.name()
                 ));
             }
@@ -541,6 +561,17 @@ pub fn check(specs: &[DiskSpec]) -> Result<(), String> {
             let log = log.display();
             format!("the disks on the log {log} disagree about {key}, which belongs to the log: give it once")
         })?;
+        let unsafe_sync = |spec: &&DiskSpec| spec.cache == DiskCache::Unsafe;
+        let synchronous = archive.as_ref().is_some_and(|archive| archive.sync);
+        let mut of_log = members.iter().map(|member| &specs[*member]);
+        if let Some(spec) = of_log.find(unsafe_sync).filter(|_| synchronous) {
+            return Err(format!(
+                "disk '{}' has cache=unsafe, so none of its FLUSHes waits for the log, and the log {} has \
+                 archive-sync=on: leave one of them out",
+                spec.name(),
+                log.display()
+            ));
+        }
         let mut with = members.iter().map(|member| &specs[*member]);
         let depends = with.find_map(|spec| match (spec.archive_interval, spec.archive_sync) {
             (Some(_), _) => Some("archive-interval"),
@@ -879,6 +910,10 @@ mod tests {
             (
                 "path=a,archive-interval=5s",
                 "archive-interval= needs an archive: give archive=URL too",
+            ),
+            (
+                "path=a,cache=unsafe,archive=file:///c,archive-sync=on",
+                "disk 'a' has cache=unsafe, so none of its FLUSHes waits",
             ),
             (
                 "path=a,archive-sync=on",

@@ -161,7 +161,8 @@ mod tests {
     use crate::report::Cell;
     use crate::report::plot::PlotKind;
 
-    const FILES: [&str; 10] = [
+    const FILES: [&str; 11] = [
+        include_str!("../../matrices/archive.toml"),
         include_str!("../../matrices/commit.toml"),
         include_str!("../../matrices/database.toml"),
         include_str!("../../matrices/drbd.toml"),

@@ -159,7 +159,7 @@ impl Disk {
     fn unmarked(&self) -> Error {
         let condition = self.log.condition();
         let why = condition.trouble().map(|trouble| trouble.error.as_str());
-        let why = why.unwrap_or("it is full or being closed, or the disk is leaving it");
+        let why = why.unwrap_or("it is full or being closed, the disk is leaving it, or its replica did not take the mark");
         let dir = self.log.dir.display();
         Error::new(
             ErrorKind::Io,
@@ -396,6 +396,10 @@ impl Backend for Disk {
 
     fn condition(&self) -> Condition {
         self.log.condition_of(&self.state)
+    }
+
+    fn limit_waits(&self) {
+        self.log.limit_waits();
     }
 
     fn end_pauses(&self) {

@@ -955,6 +955,13 @@ impl Keeper {
         adopt: DiskAdoption,
     ) -> Result<Arc<DiskState>> {
         self.refuse_failed()?;
+        let mut state = self.log.lock();
+        // What the disk wrote when it was on the log before may be on its way to the replica.
+        let durable = state.pipeline.durable();
+        if let Some(replica) = &mut state.replica {
+            replica.raise_floor(durable);
+        }
+        drop(state);
         let detached = |disk: &Arc<DiskState>| {
             disk.detached.load(Ordering::Relaxed) && self.image_path(disk) == path
         };

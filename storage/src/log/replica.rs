@@ -17,9 +17,9 @@ use crate::sync::{Arc, Weak};
 pub enum ReplicaCall {
     /// A FLUSH begins to wait.
     Waits,
-    /// The disks are about to be closed, or their guest has ended. FLUSHes that wait delay that:
-    /// [lose](SyncReplica::lose) the replica after a while.
-    Ends,
+    /// Somebody waits for all requests to end, for instance to close a disk. If FLUSHes still wait
+    /// after a few seconds, [fail](SyncReplica::fail_waiting) them.
+    Drains,
 }
 
 type Owner = dyn Fn(ReplicaCall) + Send + Sync;
@@ -29,6 +29,9 @@ pub(crate) struct ReplicaState {
     owner: Arc<Owner>,
     /// The replica has every record up to this LSN.
     acknowledged: u64,
+    /// A FLUSH waits for this LSN at least: an earlier process may have written up to here, or a
+    /// disk that has come back.
+    floor: u64,
     /// No acknowledgement will come any more.
     lost: bool,
     /// Waiters whose records are durable here, and perhaps not there.
@@ -37,7 +40,12 @@ pub(crate) struct ReplicaState {
 
 impl ReplicaState {
     fn must_wait(&self, waiter: &Waiter) -> bool {
-        waiter.lsn > self.acknowledged && !waiter.mailbox.local
+        waiter.lsn.max(self.floor) > self.acknowledged && !waiter.mailbox.local
+    }
+
+    /// From now on, a FLUSH waits for this LSN at least.
+    pub(crate) fn raise_floor(&mut self, lsn: u64) {
+        self.floor = self.floor.max(lsn);
     }
 
     /// Forgets the waiters of a port that is going away.
@@ -71,26 +79,32 @@ impl Log {
             self.refuse_waiters(held);
             return;
         }
-        replica.waiters.extend(held);
+        let floor = replica.floor;
+        replica
+            .waiters
+            .extend(held.into_iter().map(|waiter| Waiter {
+                lsn: waiter.lsn.max(floor),
+                ..waiter
+            }));
         let owner = replica.owner.clone();
         drop(state);
         owner(ReplicaCall::Waits);
     }
 
-    /// Tells the owner of the replica, if there is one, that the disks are about to be closed.
-    pub(crate) fn end_replication(&self) {
+    /// Lets requests wait for the replica for some seconds more at most.
+    pub(crate) fn limit_waits(&self) {
         let state = self.lock();
         let owner = state.replica.as_ref().map(|replica| replica.owner.clone());
         drop(state);
         if let Some(owner) = owner {
-            owner(ReplicaCall::Ends);
+            owner(ReplicaCall::Drains);
         }
     }
 }
 
 /// A replica of a log that a FLUSH waits for, see
-/// [`Disk::replicate`](crate::Disk::replicate). Dropping it is as [`lose`](Self::lose). It does not
-/// keep the log open.
+/// [`Disk::replicate`](crate::Disk::replicate). Dropping it is as [`lose`](Self::lose). It
+/// does not keep the log open.
 pub struct SyncReplica(Weak<Log>);
 
 impl SyncReplica {
@@ -103,6 +117,7 @@ impl SyncReplica {
         state.replica = Some(ReplicaState {
             owner,
             acknowledged: 0,
+            floor: state.pipeline.durable(),
             lost: false,
             waiters: Vec::new(),
         });
@@ -129,14 +144,17 @@ impl SyncReplica {
         deliver(served.into_iter(), Ok(()), None);
     }
 
+    /// Fails the FLUSHes that wait now.
+    pub fn fail_waiting(&self) {
+        let waiters = self.with(ReplicaState::take_waiters);
+        deliver(waiters.into_iter(), Err(Failure::Io), None);
+    }
+
     /// The replica is gone for good: each FLUSH of records that it has not acknowledged fails, now
     /// and later. Reads go on, and so do writes without a FLUSH.
     pub fn lose(&self) {
-        let waiters = self.with(|replica| {
-            replica.lost = true;
-            replica.take_waiters()
-        });
-        deliver(waiters.into_iter(), Err(Failure::Io), None);
+        self.with(|replica| replica.lost = true);
+        self.fail_waiting();
     }
 
     /// The newest record that the replica has acknowledged.

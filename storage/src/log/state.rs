@@ -339,7 +339,7 @@ impl Log {
         if paused {
             self.refuse_stuck();
         }
-        self.end_replication();
+        self.limit_waits();
     }
 
     /// Gives these waiters an error.

@@ -7,6 +7,7 @@
 //!   vhost_user_client: a third party's driver   process: programs that end with the test
 //!   hostile: attacks over NBD and vhost-user, and the client beside them
 //!   http: requests to a server                  random, wait, files, memory_fs, log_lines
+//!   s3: a server of objects that fails, or is far away
 //! ```
 //! What returns no `Result` panics if it fails, and so does a wait that takes longer than
 //! [`PATIENCE`]: the test has failed then.
@@ -35,6 +36,7 @@ pub mod nbd;
 pub mod process;
 pub mod queue;
 mod random;
+pub mod s3;
 pub mod vhost_user;
 pub mod vhost_user_client;
 pub mod virtio;

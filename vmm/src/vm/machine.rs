@@ -226,6 +226,8 @@ impl Vm {
                 .is_some_and(|trouble| trouble.pauses_writes);
             if waits || !reset || self.series == Series::Only {
                 disk.backend.end_pauses();
+            } else {
+                disk.backend.limit_waits();
             }
         }
         stop(threads);
@@ -253,6 +255,7 @@ impl Vm {
         let _ = starter.join();
         let mut flush_failures = Vec::new();
         for disk in &disks {
+            disk.backend.limit_waits();
             if let Err(error) = flush(&*disk.backend) {
                 flush_failures.push((disk.name.clone(), error.to_string()));
             }

@@ -55,8 +55,8 @@ enum ArchiveAction {
         /// has read a byte from standard input.
         #[arg(long, hide = true)]
         progress_fd: Option<u32>,
-        /// Send what is new at each byte from standard input, and write a byte to standard output
-        /// whenever the archive has more.
+        /// Send what is new at each byte from standard input, and write to standard output up to
+        /// which LSN the archive has everything: 8 bytes each.
         #[arg(long, hide = true, requires = "progress_fd", conflicts_with = "json")]
         acknowledge: bool,
         /// Where images may be that come to the log later.
@@ -283,7 +283,7 @@ pub fn run(arguments: &ArchiveArguments) -> Result<(), CommandError> {
                     interval: *interval,
                     json: *json,
                     input: until_eof.then(InputWatch::start),
-                    acknowledges: *acknowledge,
+                    acknowledged: acknowledge.then_some(0),
                     told: PushProgress::default(),
                     progress,
                 };
@@ -468,8 +468,8 @@ struct FollowingPush<'a> {
     json: bool,
     /// Ends once this has.
     input: Option<Arc<InputWatch>>,
-    /// Requests wait for what is sent: tells of it at once.
-    acknowledges: bool,
+    /// What was acknowledged, if requests wait for what is sent.
+    acknowledged: Option<u64>,
     /// What is told in `progress`, for the process whose log it is.
     told: PushProgress,
     progress: Option<File>,
@@ -497,7 +497,7 @@ impl FollowingPush<'_> {
             let (begun, begun_us) = (Instant::now(), unix_us(SystemTime::now()));
             let ticked = match &mut uploader {
                 Some(uploader) => {
-                    let ticked = uploader.tick_and_tell(&mut |last| self.acknowledge(last));
+                    let ticked = uploader.tick_and_tell(&mut |lsn| self.acknowledge(lsn));
                     warn_anew(uploader);
                     ticked.map(Some)
                 }
@@ -517,7 +517,7 @@ impl FollowingPush<'_> {
                     let idle = (tick.caught_up || tick.log_bytes == 0) && tick.base.is_none();
                     if idle {
                         let rest = self.interval.saturating_sub(begun.elapsed());
-                        ends = self.wait(rest, self.acknowledges);
+                        ends = self.wait(rest, self.acknowledged.is_some());
                         continue;
                     }
                     Duration::ZERO
@@ -536,7 +536,7 @@ impl FollowingPush<'_> {
                     tracing::warn!("{error}; the archive is behind, and is tried again");
                     self.tell_error(&error);
                     let rest = retry.next();
-                    if self.acknowledges {
+                    if self.acknowledged.is_some() {
                         rest.min(RETRY_FOR_WAITERS)
                     } else {
                         rest
@@ -552,15 +552,15 @@ impl FollowingPush<'_> {
         }
     }
 
-    /// Tells at once what the archive has, if requests wait for that.
-    fn acknowledge(&mut self, last: Commit) {
-        if !self.acknowledges || last.lsn <= self.told.lsn {
+    /// Tells the log's process at once up to which LSN the archive has everything, if requests wait
+    /// for that.
+    fn acknowledge(&mut self, lsn: u64) {
+        let Some(acknowledged) = self.acknowledged.as_mut().filter(|before| **before < lsn) else {
             return;
-        }
-        (self.told.lsn, self.told.cid, self.told.unix_us) = (last.lsn, last.cid, last.unix_us);
-        self.write_progress();
+        };
+        *acknowledged = lsn;
         // Nobody waits any more if this fails.
-        let _ = rustix::io::write(std::io::stdout(), b"\n");
+        let _ = rustix::io::write(std::io::stdout(), &lsn.to_ne_bytes());
     }
 
     /// Waits, at most until the input ends; returns whether it has ended. `wakes`: also until

@@ -177,10 +177,13 @@ impl ProcessArguments {
         allow(&mut paths);
         paths.restrict(self.landlock);
         let opened = disks::open(specs, cpus, scratch);
-        let (open, logs) = opened.map_err(|error| self.cannot_open(&error))?;
+        let (open, mut logs) = opened.map_err(|error| self.cannot_open(&error))?;
         logs.keep(specs).map_err(CommandError::Failed)?;
         let begun = pushes.begin(|log| logs.disk_of(log));
         begun.map_err(CommandError::Failed)?;
+        pushes
+            .synchronous()
+            .for_each(|log| logs.note_synchronous(log));
         disks::prepare_rings(&open);
         Ok((open, logs, pushes))
     }

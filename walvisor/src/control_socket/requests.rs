@@ -436,9 +436,10 @@ impl ControlledProcess {
         let disk = self.disk(Some(name))?;
         let name = &disk.name.clone();
         let log = log_name(&*disk.backend);
-        // A limit that holds back requests would delay the removal.
+        // A limit that holds back requests would delay the removal, and so would waits.
         let limits = disk.throttle.limits();
         disk.throttle.set(throttle::Limits::default());
+        disk.backend.limit_waits();
         drop(disk);
         if !self.take_off(name) {
             return Err(ControlError::no_such_disk(format_args!(

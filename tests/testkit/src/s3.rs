@@ -6,9 +6,18 @@ use std::io::{self, BufRead, BufReader, Write};
 use std::net::{TcpListener, TcpStream};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
+use std::time::Duration;
 
-use walvisor_testkit::Random;
+use crate::Random;
 
+/// Environment variables that a client of the server needs. It checks no key.
+pub const KEYS: [(&str, &str); 3] = [
+    ("AWS_ACCESS_KEY_ID", "key"),
+    ("AWS_SECRET_ACCESS_KEY", "secret"),
+    ("AWS_REGION", "here"),
+];
+
+/// The server. Dropping it ends it, but not its connections.
 pub struct S3 {
     address: String,
     state: Arc<State>,
@@ -20,6 +29,7 @@ struct State {
     random: Mutex<Random>,
     one_in: AtomicU64,
     faults: AtomicU64,
+    delay_us: AtomicU64,
     ended: AtomicBool,
 }
 
@@ -33,6 +43,8 @@ struct Request {
 }
 
 impl S3 {
+    /// Starts a server with an empty bucket.
+    #[must_use]
     pub fn start(bucket: &str) -> Self {
         let listener = TcpListener::bind("127.0.0.1:0").unwrap();
         let address = listener.local_addr().unwrap().to_string();
@@ -42,6 +54,7 @@ impl S3 {
             random: Mutex::new(Random(7)),
             one_in: 0.into(),
             faults: 0.into(),
+            delay_us: 0.into(),
             ended: false.into(),
         });
         let shared = state.clone();
@@ -57,16 +70,27 @@ impl S3 {
         Self { address, state }
     }
 
+    /// The address of an archive in the bucket.
+    #[must_use]
     pub fn url(&self, path: &str) -> String {
         format!("s3://{path}?endpoint=http://{}", self.address)
     }
 
+    /// From now on, one in so many requests goes wrong; 0: none.
     pub fn fail_one_in(&self, one_in: u64) {
         self.state.one_in.store(one_in, Ordering::SeqCst);
     }
 
+    /// Requests that went wrong.
+    #[must_use]
     pub fn faults(&self) -> u64 {
         self.state.faults.load(Ordering::SeqCst)
+    }
+
+    /// From now on, each answer comes so much later, as if the server were far away.
+    pub fn delay(&self, delay: Duration) {
+        let delay = delay.as_micros() as u64;
+        self.state.delay_us.store(delay, Ordering::SeqCst);
     }
 }
 
@@ -82,6 +106,8 @@ impl Drop for S3 {
 fn serve(state: &State, stream: &TcpStream) {
     let mut reader = BufReader::new(stream);
     while let Ok(Some(request)) = read(&mut reader) {
+        let delay = state.delay_us.load(Ordering::SeqCst);
+        std::thread::sleep(Duration::from_micros(delay));
         let one_in = state.one_in.load(Ordering::SeqCst);
         let fault = (one_in > 0).then(|| {
             let mut random = state.random.lock().unwrap();
