@@ -205,7 +205,9 @@ pub trait Logged: Any {
 
 /// One queue of a disk. Owned and called by one thread.
 ///
-/// A FLUSH, or a write in writethrough mode, completes later, without blocking other requests.
+/// A FLUSH, or a write in writethrough mode, completes later, without blocking other requests. A
+/// queue that is not polled must hold up no other queue: whatever work a call takes on for all, it
+/// finishes before it returns.
 pub trait BackendQueue: Send {
     /// Sets how many clients share the queue, where each waits for its FLUSH before it goes on; 1
     /// unless set.

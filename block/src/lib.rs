@@ -1,5 +1,7 @@
 #![doc = include_str!("../README.md")]
 //!
+//! The terms are those of `docs/glossary.md` in the repository.
+//!
 //! # Writing a `Backend` itself
 //!
 //! A disk whose requests end later, in the program's own event loop for instance, implements

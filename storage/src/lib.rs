@@ -1,5 +1,7 @@
 #![doc = include_str!("../README.md")]
 //!
+//! The terms are those of `docs/glossary.md` in the repository.
+//!
 //! # Where things are
 //!
 //! ```text

@@ -9,6 +9,7 @@
 //! ```
 //! It opens no disks: the program that embeds it passes in any [`Backend`](backend::Backend).
 //! `walvisor` passes in disks with a log. `examples/boot.rs` boots a kernel in twenty lines.
+//! The terms are those of `docs/glossary.md` in the repository.
 
 pub mod arch;
 pub mod bus;

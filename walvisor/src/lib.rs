@@ -6,6 +6,7 @@
 //!                            ├─▶ serve ───▶ disks::open ─▶ doors: vhost-user, NBD, TCMU (lio), ublk
 //!                            └─▶ disk, log, ctl, config, demo
 //! ```
+//! The terms are those of `docs/glossary.md` in the repository.
 
 pub mod archiving;
 mod child;
