@@ -84,8 +84,8 @@ impl BaseCopy {
         })
     }
 
-    /// Copies some chunks, or few. `known`: the chunks of a manifest that stays until this one is
-    /// there. Returns whether all are copied.
+    /// Copies some chunks; only a `few` while FLUSHes wait. `known`: the chunks of a manifest that
+    /// stays until this one is there. Returns whether all are copied.
     ///
     /// # Errors
     /// [`ErrorKind::Unavailable`]: the same chunks are copied by the next call.

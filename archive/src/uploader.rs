@@ -526,12 +526,12 @@ impl<'a> Uploader<'a> {
     /// Stops if somebody else has claimed the archive.
     fn keep_claim(&mut self) -> Result<()> {
         let since = self.checked.elapsed();
-        let often = if self.options.check_each {
+        let interval = if self.options.check_each {
             Duration::ZERO
         } else {
             BUSY_CHECK
         };
-        if self.unchecked && since >= often || since >= IDLE_CHECK {
+        if self.unchecked && since >= interval || since >= IDLE_CHECK {
             self.archive
                 .block_on(epoch::refuse_later(self.archive, self.claim.epoch))?;
             (self.checked, self.unchecked) = (Instant::now(), false);

@@ -6,7 +6,7 @@
 //!                  database  MariaDB, PostgreSQL and SQLite, which wait for the disk at each commit
 //!                  peers     the disk compared with those of others: the same client and file system
 //!                  neighbours a disk's commits beside clients that take all they can get
-//!                  archive   commits of a disk whose log goes to a second place, and that wait for it
+//!                  archive   commits with the log in a second place, and that wait for it
 //!                  tcmu      TCMU against NBD in Linux kernels
 //!                  sustained the disk over minutes: each second's rate, the longest wait, the time to close
 //!                  drbd      the disk on a block device that DRBD copies to a second machine, and a failover

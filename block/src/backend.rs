@@ -123,7 +123,8 @@ pub trait Backend: Send + Sync {
     fn limit_waits(&self) {}
 
     /// From now on, fails requests that would wait for something that may never come, such as space
-    /// in a file system; also [limits waits](Self::limit_waits). For an owner that is shutting down and waits for requests in flight.
+    /// in a file system; also [limits waits](Self::limit_waits). For an owner that is shutting down
+    /// and waits for requests in flight.
     fn end_pauses(&self) {}
 
     /// Whether, at the owner's request, FLUSH does nothing and writes may never become durable.

@@ -6,8 +6,8 @@
 //!        ▲                                                                │
 //!        └───────────── a file in memory: how far the archive is ◀────────┘
 //! ```
-//! With `archive-sync=on`, FLUSHes wait for the push: a byte through the pipe tells it that one does,
-//! and its standard output up to which LSN the archive has everything, 8 bytes each time.
+//! With `archive-sync=on`, FLUSHes wait for the push. A byte through the pipe tells it that one
+//! does; on its standard output it tells the LSN up to which the archive has everything, in 8 bytes.
 //!
 //! A push outlives a kill of this process until it has sent what the log got before.
 
@@ -34,7 +34,7 @@ use crate::point::unix_us;
 
 /// How long a push may go on once the logs are closed.
 pub const LAST_PUSH: Duration = Duration::from_secs(10);
-/// How long requests may still wait for an archive that somebody waits to end.
+/// How long FLUSHes may still wait for an archive once somebody waits for them to end.
 const LAST_WAIT: Duration = Duration::from_secs(5);
 /// Most bytes of a [`PushProgress`] as JSON.
 const PROGRESS_BYTES: usize = 4096;

@@ -10,8 +10,7 @@ use crate::catalog::options::{StoreOptions, check_options};
 use crate::catalog::snapshot::Snapshot;
 use crate::error::{Error, ErrorKind, Result, invalid};
 use crate::format::{
-    CONTROL_MAGIC, CONTROL_SLOT, Control, ControlHeader, DecodeResult, DiskEntry, HistoryHeader,
-    VERSION,
+    CONTROL_MAGIC, CONTROL_SLOT, Control, ControlHeader, DecodeResult, DiskEntry, VERSION,
 };
 use crate::medium::file::DataFile;
 use crate::medium::filesystem::{OWNER, OpenMode, files};
@@ -249,15 +248,7 @@ pub(crate) fn create_log(
     header.first_sequence = U64::new(1);
     header.next_lsn = U64::new(1);
     header.next_cid = U64::new(1);
-    let control = Control {
-        header,
-        disks: Vec::new(),
-        history: HistoryHeader::default(),
-        snapshots: Vec::new(),
-        rewinds: Vec::new(),
-        durable_lsn: U64::new(0),
-        images: Vec::new(),
-    };
+    let control = Control::new(header);
     let mut control = ControlFile {
         home: log_parent(log_dir)?,
         path,

@@ -206,7 +206,7 @@ mod tests {
     use zerocopy::FromZeros;
 
     use super::*;
-    use crate::format::{ControlHeader, DiskEntry, HistoryHeader};
+    use crate::format::{ControlHeader, DiskEntry};
 
     /// A log of the disks 1 and 2, with these rewinds of disk 1.
     fn control(checkpoint: u64, rewinds: &[(u64, u64)]) -> Control {
@@ -216,15 +216,8 @@ mod tests {
             id: U32::new(id),
             ..DiskEntry::new_zeroed()
         });
-        let mut control = Control {
-            header,
-            disks: disks.to_vec(),
-            history: HistoryHeader::default(),
-            snapshots: Vec::new(),
-            rewinds: Vec::new(),
-            durable_lsn: U64::new(0),
-            images: Vec::new(),
-        };
+        let mut control = Control::new(header);
+        control.disks = disks.to_vec();
         for &(to, at) in rewinds {
             assert_eq!(control.rewind(1, to, at - 1, at * 100).unwrap(), at);
         }

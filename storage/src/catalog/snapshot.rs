@@ -157,9 +157,9 @@ impl Snapshot {
         entry.unix_us = U64::new(self.unix_us);
         entry.disk_id = U32::new(self.disk_id.unwrap_or(0));
         // Another snapshot at the same LSN may have saved files already, which list its disks only.
-        let same = control.snapshots.iter().filter(|other| {
-            other.lsn == entry.lsn && (other.disk_id == 0 || other.disk_id == entry.disk_id)
-        });
+        let covers =
+            |other: &&SnapshotEntry| other.lsn == entry.lsn && other.has(entry.disk_id.get());
+        let same = control.snapshots.iter().filter(covers);
         entry.saved = same.map(|other| other.saved).max().unwrap_or_default();
         // The point of an export may be older than other snapshots.
         let snapshots = &mut control.snapshots;
@@ -317,7 +317,7 @@ impl SavedFiles {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::format::{ControlHeader, HistoryHeader};
+    use crate::format::ControlHeader;
 
     fn add(control: &mut Control, name: &str, lsn: u64, disk_id: u32) {
         let snapshot = Snapshot {
@@ -333,15 +333,7 @@ mod tests {
 
     #[test]
     fn snapshots_of_two_disks_at_an_lsn_have_their_own_saved_records() {
-        let mut control = Control {
-            header: ControlHeader::new_zeroed(),
-            disks: Vec::new(),
-            history: HistoryHeader::default(),
-            snapshots: Vec::new(),
-            rewinds: Vec::new(),
-            durable_lsn: U64::new(0),
-            images: Vec::new(),
-        };
+        let mut control = Control::new(ControlHeader::new_zeroed());
         add(&mut control, "older", 5, 1);
         add(&mut control, "one", 7, 1);
         control.snapshots[1].saved = U32::new(9);

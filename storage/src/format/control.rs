@@ -249,6 +249,19 @@ pub(crate) struct Control {
 }
 
 impl Control {
+    /// A log without disks and history.
+    pub(crate) fn new(header: ControlHeader) -> Self {
+        Self {
+            header,
+            disks: Vec::new(),
+            history: HistoryHeader::default(),
+            snapshots: Vec::new(),
+            rewinds: Vec::new(),
+            durable_lsn: U64::new(0),
+            images: Vec::new(),
+        }
+    }
+
     /// Whether all its numbers can be genuine, and its rewinds possible.
     pub(crate) fn counted(&self) -> bool {
         let mut snapshots = self.snapshots.iter();

@@ -95,6 +95,18 @@ fn write(running: &mut RunningStore, disk: usize, value: u32) {
     running.finish_writer();
 }
 
+/// Opens a log, writes to both disks, and makes a snapshot of the first one only. Returns its LSN.
+fn open_with_snapshot(fixture: &Fixture) -> (RunningStore, u64) {
+    let mut running = fixture.open(false, CommitWait::NONE).unwrap();
+    running.keeper.step(false).unwrap();
+    write(&mut running, 0, 1);
+    write(&mut running, 1, 2);
+    let lsn = running.appended();
+    let (alone, name) = (running.disks[0].state.id, "alone".parse().unwrap());
+    running.keeper.snapshot(name, Some(alone)).unwrap();
+    (running, lsn)
+}
+
 /// The checkpoint saves what the snapshot needs before the horizon moves.
 #[test]
 fn a_snapshot_of_another_disk_hides_no_point_wherever_a_checkpoint_is_cut() {
@@ -102,13 +114,7 @@ fn a_snapshot_of_another_disk_hides_no_point_wherever_a_checkpoint_is_cut() {
     let mut saved = 0;
     for ticks in 0.. {
         let fixture = fixture.with(fixture.medium.lock().clone());
-        let mut running = fixture.open(false, CommitWait::NONE).unwrap();
-        running.keeper.step(false).unwrap();
-        write(&mut running, 0, 1);
-        write(&mut running, 1, 2);
-        let lsn = running.appended();
-        let (alone, name) = (running.disks[0].state.id, "alone".parse().unwrap());
-        running.keeper.snapshot(name, Some(alone)).unwrap();
+        let (mut running, lsn) = open_with_snapshot(&fixture);
         write(&mut running, 0, 3);
         fixture.medium.lock().ticks = Some(ticks);
         let _cut = running.keeper.step(true);
@@ -136,13 +142,7 @@ fn a_point_is_kept_beside_the_saved_snapshot_of_another_disk() {
     let mut saved = 0;
     for ticks in 0.. {
         let fixture = fixture.with(fixture.medium.lock().clone());
-        let mut running = fixture.open(false, CommitWait::NONE).unwrap();
-        running.keeper.step(false).unwrap();
-        write(&mut running, 0, 1);
-        write(&mut running, 1, 2);
-        let lsn = running.appended();
-        let (alone, name) = (running.disks[0].state.id, "alone".parse().unwrap());
-        running.keeper.snapshot(name, Some(alone)).unwrap();
+        let (mut running, lsn) = open_with_snapshot(&fixture);
         running.keeper.step(true).unwrap();
         write(&mut running, 0, 3);
         fixture.medium.lock().ticks = Some(ticks);

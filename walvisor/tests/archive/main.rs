@@ -65,11 +65,7 @@ fn two_hosts() -> (tempfile::TempDir, PathBuf, PathBuf) {
 
 /// Writes the next block, with its number, and flushes.
 fn write_next(client: &mut RawClient, written: &mut u64) {
-    *written += 1;
-    let number = *written;
-    let block = [&number.to_le_bytes()[..], &[number as u8; BLOCK - 8]].concat();
-    client.write(number, number % BLOCKS * BLOCK as u64, &block);
-    client.flush(number);
+    assert!(try_next(client, written), "a FLUSH failed");
 }
 
 /// A process that follows, and the newest LSN that it has told.
@@ -236,11 +232,8 @@ fn a_replica_follows_is_read_and_takes_over() {
             FOLLOWED.load(Ordering::SeqCst) > before + 50
         });
         succeed(&elsewhere, "disk export replica/disk.img look.raw --force");
-        let look = fs::read(elsewhere.join("look.raw")).unwrap();
-        let newest = look
-            .chunks(BLOCK)
-            .map(|block| u64::from_le_bytes(block[..8].try_into().unwrap()));
-        let newest = newest.max().unwrap();
+        let newest = numbers(&elsewhere.join("look.raw")).into_iter().max();
+        let newest = newest.unwrap();
         assert!(
             (before..=written).contains(&newest),
             "{before} {newest} {written}"
