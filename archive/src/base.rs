@@ -13,7 +13,7 @@ use bytes::Bytes;
 use walvisor_storage::{ImageReader, LogRoot, RootImage};
 
 use crate::error::{Error, ErrorKind, Result};
-use crate::layout::{self, Place};
+use crate::layout::{self, ObjectId};
 use crate::object::{self, BaseImage};
 use crate::remote::{AT_ONCE, Archive};
 
@@ -38,7 +38,7 @@ pub(crate) struct BaseCopy {
     /// The root when the copy began.
     pub root: LogRoot,
     /// The part in which the first segment begins that the log needed then.
-    pub first_part: Place,
+    pub first_part: ObjectId,
     pub first_sequence: u64,
     images: Vec<ImageCopy>,
     /// Chunks that it has sent.
@@ -59,7 +59,7 @@ impl BaseCopy {
     ///
     /// # Errors
     /// If an image can't be opened.
-    pub(crate) fn new(root: LogRoot, first_part: Place, first_sequence: u64) -> Result<Self> {
+    pub(crate) fn new(root: LogRoot, first_part: ObjectId, first_sequence: u64) -> Result<Self> {
         refuse_spilled(&root)?;
         let images = root.images().into_iter().map(|image| {
             Ok(ImageCopy {
@@ -169,8 +169,8 @@ pub(crate) fn refuse_spilled(root: &LogRoot) -> Result<()> {
         Some(image) => Err(Error::new(
             ErrorKind::Local,
             format!(
-                "{}: the image fails, and what it lacks is in a file beside the log; it can be archived once that \
-                 was copied back",
+                "{}: the image fails, and what it lacks is in a file beside the log; it can be \
+                 archived once that was copied back",
                 image.path.display()
             ),
         )),

@@ -8,7 +8,7 @@ use bytes::Bytes;
 use serde::{Deserialize, Serialize};
 
 use crate::error::{Error, ErrorKind, Result};
-use crate::layout::{self, Place};
+use crate::layout::{self, ObjectId};
 use crate::object;
 use crate::remote::{Archive, CreateOutcome};
 
@@ -23,7 +23,7 @@ pub(crate) struct Claim {
     /// The writer's machine.
     pub host: String,
     /// The last part before this epoch's own; none: the epoch begins with a base of its own.
-    pub after: Option<Place>,
+    pub after: Option<ObjectId>,
     /// Whether a replica was promoted with it: then the log that it follows is no more, whether or
     /// not it could go on.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
@@ -71,7 +71,8 @@ fn lost(archive: &Archive, claim: &Claim) -> Error {
     Error::new(
         ErrorKind::Fenced,
         format!(
-            "{}: {} writes this archive now (epoch {}); stop that one first, or give this log an archive of its own",
+            "{}: {} writes this archive now (epoch {}); stop that one first, or give this log an \
+             archive of its own",
             archive.shown(),
             claim.owner,
             claim.epoch
@@ -90,8 +91,9 @@ pub(crate) async fn probe(archive: &Archive, random: &str) -> Result<()> {
     Err(Error::new(
         ErrorKind::InvalidInput,
         format!(
-            "{}: the store ignores conditions (If-None-Match), so it can't keep a second writer out; use another \
-             store, or make sure yourself that only one log has this archive, and add ?fencing=off to its address",
+            "{}: the store ignores conditions (If-None-Match), so it can't keep a second writer \
+             out; use another store, or make sure yourself that only one log has this archive, and \
+             add ?fencing=off to its address",
             archive.shown()
         ),
     ))

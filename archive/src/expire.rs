@@ -20,10 +20,10 @@ use serde::{Deserialize, Serialize};
 use walvisor_storage::Commit;
 
 use crate::error::{Error, Result};
-use crate::layout::{self, Place};
-use crate::line::{Catalog, Line, read_part};
+use crate::layout::{self, ObjectId};
+use crate::lineage::{Catalog, Lineage, read_part};
 use crate::object::{self, BaseHeader, Moment};
-use crate::remote::{Archive, Listed};
+use crate::remote::{Archive, ListEntry};
 use crate::uploader::{now_us, random};
 
 /// Microseconds of a day.
@@ -69,7 +69,7 @@ pub struct ExpireReport {
 #[derive(Debug, Serialize, Deserialize)]
 struct LeaseNote {
     /// The base that it has chosen.
-    base: Place,
+    base: ObjectId,
 }
 
 /// Keeps what a restore needs, until it is dropped.
@@ -82,7 +82,7 @@ pub(crate) struct Lease<'a> {
 impl<'a> Lease<'a> {
     /// Notes in the archive that these images and the log since are needed. `None`: the archive
     /// can't be written, so they may expire meanwhile.
-    pub(crate) async fn take(archive: &'a Archive, base: Place) -> Result<Option<Self>> {
+    pub(crate) async fn take(archive: &'a Archive, base: ObjectId) -> Result<Option<Self>> {
         let text = serde_json::to_vec(&LeaseNote { base }).map_err(object::not_json)?;
         let (name, bytes) = (layout::lease(&random()?), text.into());
         // Only a lease that was taken: dropping one calls the store, which panics in here.
@@ -145,7 +145,7 @@ pub(crate) async fn expire_at(
     let (leased, mut gone) = leased(archive, now_us).await?;
     let catalog = Catalog::read(archive).await?;
     let bases = catalog.read_bases(archive).await?;
-    let needs = Needs::find(archive, &catalog, &bases, &leased, options, now_us).await?;
+    let needs = NeededObjects::find(archive, &catalog, &bases, &leased, options, now_us).await?;
     let (kept, expired): (Vec<_>, Vec<_>) = bases
         .iter()
         .partition(|base| needs.bases.contains(&base.at));
@@ -184,9 +184,9 @@ pub(crate) async fn expire_at(
 }
 
 /// The bases that running restores need, and the names of leases that have ended.
-async fn leased(archive: &Archive, now_us: u64) -> Result<(Vec<Place>, Vec<String>)> {
+async fn leased(archive: &Archive, now_us: u64) -> Result<(Vec<ObjectId>, Vec<String>)> {
     let (mut bases, mut ended) = (Vec::new(), Vec::new());
-    for Listed {
+    for ListEntry {
         name, modified_us, ..
     } in archive.list(layout::LEASES).await?
     {
@@ -203,18 +203,18 @@ async fn leased(archive: &Archive, now_us: u64) -> Result<(Vec<Place>, Vec<Strin
 
 /// What is needed for the points that are kept.
 #[derive(Default)]
-struct Needs {
-    bases: BTreeSet<Place>,
-    parts: BTreeSet<Place>,
+struct NeededObjects {
+    bases: BTreeSet<ObjectId>,
+    parts: BTreeSet<ObjectId>,
     oldest: Option<Commit>,
 }
 
-impl Needs {
+impl NeededObjects {
     async fn find(
         archive: &Archive,
         catalog: &Catalog,
         bases: &[BaseHeader],
-        leased: &[Place],
+        leased: &[ObjectId],
         options: &ExpireOptions,
         now_us: u64,
     ) -> Result<Self> {
@@ -255,7 +255,7 @@ impl Needs {
     async fn keep_from(
         &mut self,
         archive: &Archive,
-        line: &Line,
+        line: &Lineage,
         base: &BaseHeader,
         alone: bool,
     ) -> Result<()> {
@@ -264,7 +264,7 @@ impl Needs {
         if self.oldest.is_none_or(|oldest| exact.lsn < oldest.lsn) {
             self.oldest = Some(exact);
         }
-        let known = |at: Place| self.parts.contains(&at);
+        let known = |at: ObjectId| self.parts.contains(&at);
         if known(base.first_part) && line.end().is_some_and(known) {
             return Ok(());
         }
@@ -300,7 +300,7 @@ fn time_of(moment: Moment, made_us: u64) -> u64 {
 }
 
 /// The last base of each of so many days up to now.
-fn daily(bases: &[BaseHeader], count: u32, now_us: u64) -> BTreeSet<Place> {
+fn daily(bases: &[BaseHeader], count: u32, now_us: u64) -> BTreeSet<ObjectId> {
     let today = now_us / DAY_US;
     let days = (0..u64::from(count)).filter_map(|back| today.checked_sub(back));
     let last_of = |day| {

@@ -18,8 +18,8 @@ use walvisor_storage::{
 
 use crate::epoch::{self, Claim};
 use crate::error::{Error, ErrorKind, Result};
-use crate::layout::{self, Place};
-use crate::line::{Catalog, find_part, read_base, read_part};
+use crate::layout::{self, ObjectId};
+use crate::lineage::{Catalog, find_part, read_base, read_part};
 use crate::object::{self, BaseHeader, BaseImage, PartHeader};
 use crate::remote::Archive;
 use crate::restore::{
@@ -73,7 +73,7 @@ pub struct Replica<'a> {
     images: Vec<PathBuf>,
     log_dir: PathBuf,
     /// The newest part that the replica has, and when it was made.
-    at: Place,
+    at: ObjectId,
     made_us: u64,
     searched: Instant,
     /// An epoch that was claimed by another writer since.
@@ -88,9 +88,9 @@ pub struct Replica<'a> {
 struct Note {
     archive: String,
     /// The images are those of this base, or become them.
-    base: Option<Place>,
+    base: Option<ObjectId>,
     /// What they were before.
-    before: Option<Place>,
+    before: Option<ObjectId>,
     /// For each image, the chunks that are those of `base`.
     chunks: Vec<usize>,
     /// Whether all are.
@@ -100,7 +100,7 @@ struct Note {
     /// Which segment file has which sequence.
     slots: BTreeMap<u64, u32>,
     /// The newest part that the log has.
-    at: Option<Place>,
+    at: Option<ObjectId>,
     /// The names of the images and of the log's directory.
     images: Vec<PathBuf>,
     log_dir: PathBuf,
@@ -238,7 +238,7 @@ impl<'a> Replica<'a> {
     }
 
     /// The parts that follow one in its epoch, or the first of them.
-    fn parts_behind(&self, mut at: Place) -> Result<Vec<(PartHeader, Vec<u8>)>> {
+    fn parts_behind(&self, mut at: ObjectId) -> Result<Vec<(PartHeader, Vec<u8>)>> {
         let mut parts = Vec::new();
         while parts.len() < TICK_PARTS {
             at = at.next();
@@ -295,7 +295,7 @@ impl<'a> Replica<'a> {
             };
             self.archive.block_on(epoch::claim(self.archive, &claim))?;
             let mut late = self.parts_behind(self.at)?;
-            let next = Place {
+            let next = ObjectId {
                 epoch: newest,
                 number: 0,
             };
@@ -393,7 +393,7 @@ impl<'a> Replica<'a> {
     fn take_some(
         &mut self,
         plan: &Plan<'a>,
-        places: &mut dyn Iterator<Item = Place>,
+        places: &mut dyn Iterator<Item = ObjectId>,
     ) -> Result<()> {
         let mut parts = Vec::new();
         let requests = places.take(TICK_PARTS);
@@ -667,8 +667,8 @@ impl<'a> Replica<'a> {
             return Ok(());
         }
         let message = format!(
-            "{}: the replica was opened to be written, so it follows nothing any more; name another directory, or remove \
-             {} to keep it as a log of its own",
+            "{}: the replica was opened to be written, so it follows nothing any more; name \
+             another directory, or remove {} to keep it as a log of its own",
             self.dir.display(),
             self.dir.join(REPLICA_NOTE).display()
         );

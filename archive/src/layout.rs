@@ -14,12 +14,12 @@ pub(crate) const LEASES: &str = "leases";
 #[derive(
     Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, serde::Serialize, serde::Deserialize,
 )]
-pub(crate) struct Place {
+pub(crate) struct ObjectId {
     pub epoch: u64,
     pub number: u64,
 }
 
-impl Place {
+impl ObjectId {
     pub(crate) fn next(self) -> Self {
         Self {
             number: self.number + 1,
@@ -34,12 +34,12 @@ pub(crate) fn epoch(number: u64) -> String {
 }
 
 /// A part of the log.
-pub(crate) fn part(place: Place) -> String {
+pub(crate) fn part(place: ObjectId) -> String {
     format!("{PARTS}/{:08}/{:010}", place.epoch, place.number)
 }
 
 /// The manifest of base images.
-pub(crate) fn base(place: Place) -> String {
+pub(crate) fn base(place: ObjectId) -> String {
     format!("{BASES}/{:08}/{:06}", place.epoch, place.number)
 }
 
@@ -65,7 +65,7 @@ mod tests {
 
     #[test]
     fn names_sort_as_their_numbers_do() {
-        let place = |epoch, number| Place { epoch, number };
+        let place = |epoch, number| ObjectId { epoch, number };
         assert!(part(place(1, 9)) < part(place(1, 10)) && part(place(9, 99)) < part(place(10, 1)));
         assert_eq!(part(place(2, 7)), "parts/00000002/0000000007");
         assert_eq!(number(&part(place(2, 7))), Some(7));

@@ -18,7 +18,7 @@ mod error;
 mod expire;
 mod follow;
 mod layout;
-mod line;
+mod lineage;
 mod object;
 mod remote;
 mod restore;

@@ -9,7 +9,7 @@ use sha2::{Digest, Sha256};
 use walvisor_storage::{Commit, LogPlace};
 
 use crate::error::{Error, ErrorKind, Result};
-use crate::layout::Place;
+use crate::layout::ObjectId;
 
 /// The format's version.
 pub(crate) const VERSION: u32 = 1;
@@ -51,7 +51,7 @@ impl From<Moment> for Commit {
 /// The header of a part of the log. The body has the root, if there is one, and then the pieces.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct PartHeader {
-    pub at: Place,
+    pub at: ObjectId,
     /// The random number of the writer that has the epoch.
     pub writer: String,
     /// The first record; none if there is no piece.
@@ -64,9 +64,9 @@ pub(crate) struct PartHeader {
     /// Bytes of the log's root, which begins the body; 0: none, it is as it was in `root_at`.
     pub root_len: u64,
     /// The part with the newest root.
-    pub root_at: Place,
+    pub root_at: ObjectId,
     /// The part in which each segment that the log still needs begins, by sequence.
-    pub segments: Vec<(u64, Place)>,
+    pub segments: Vec<(u64, ObjectId)>,
     /// LSNs of marks of which it is not known yet whether they are restores in place.
     pub rewind_marks: Vec<u64>,
     /// When the part was made, by this machine's clock.
@@ -137,16 +137,16 @@ impl From<End> for LogPlace {
 /// The header of a manifest of base images. The body is the log's root when the copy began.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct BaseHeader {
-    pub at: Place,
+    pub at: ObjectId,
     pub writer: String,
     /// The part in which the first segment that the log needs begins.
-    pub first_part: Place,
+    pub first_part: ObjectId,
     /// Sequence of that segment.
     pub first_sequence: u64,
     /// The images have no record after this LSN.
     pub images_lsn: u64,
     /// The part with which the images become exact, and its last record.
-    pub exact_part: Place,
+    pub exact_part: ObjectId,
     pub exact: Moment,
     pub chunk_bytes: u64,
     pub images: Vec<BaseImage>,
@@ -218,7 +218,8 @@ pub(crate) fn open<H: Header>(name: &str, object: &[u8]) -> Result<(H, Vec<u8>)>
     } else if number(8) != VERSION {
         let version = number(8);
         return Err(damaged(&format!(
-            "archive format version {version}; this program knows version {VERSION}: use the program that wrote it"
+            "archive format version {version}; this program knows version {VERSION}: use the \
+             program that wrote it"
         )));
     }
     let header_len = u64::from(number(12));
@@ -269,7 +270,7 @@ mod tests {
     use super::*;
 
     fn header() -> PartHeader {
-        let at = Place {
+        let at = ObjectId {
             epoch: 2,
             number: 7,
         };

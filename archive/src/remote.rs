@@ -71,7 +71,7 @@ pub struct Traffic {
 
 /// An object in a list.
 #[derive(Clone, Debug)]
-pub(crate) struct Listed {
+pub(crate) struct ListEntry {
     pub name: String,
     /// Its size, as it is stored.
     pub bytes: u64,
@@ -302,14 +302,17 @@ impl Archive {
     }
 
     /// The objects in a folder, by name.
-    pub(crate) async fn list(&self, folder: &str) -> Result<Vec<Listed>> {
+    pub(crate) async fn list(&self, folder: &str) -> Result<Vec<ListEntry>> {
         self.counters.lists.fetch_add(1, Ordering::Relaxed);
         let folder_key = self.key(folder);
-        let listed = self.store.list(Some(&folder_key)).map_ok(|found| Listed {
-            name: found.location.to_string(),
-            bytes: found.size,
-            modified_us: found.last_modified.timestamp_micros().max(0) as u64,
-        });
+        let listed = self
+            .store
+            .list(Some(&folder_key))
+            .map_ok(|found| ListEntry {
+                name: found.location.to_string(),
+                bytes: found.size,
+                modified_us: found.last_modified.timestamp_micros().max(0) as u64,
+            });
         let listed: std::result::Result<Vec<_>, _> = listed.try_collect().await;
         let mut listed = match listed {
             Err(object_store::Error::NotFound { .. }) => Vec::new(),
@@ -319,7 +322,7 @@ impl Archive {
             "" => 0,
             prefix => prefix.len() + 1,
         };
-        for Listed { name, .. } in &mut listed {
+        for ListEntry { name, .. } in &mut listed {
             *name = name.split_off(before.min(name.len()));
         }
         listed.sort_by(|one, other| one.name.cmp(&other.name));

@@ -18,8 +18,8 @@ use walvisor_storage::{
 
 use crate::error::{Error, ErrorKind, Result};
 use crate::expire::Lease;
-use crate::layout::{self, Place};
-use crate::line::{Catalog, Line, read_base, read_part, read_root};
+use crate::layout::{self, ObjectId};
+use crate::lineage::{Catalog, Lineage, read_base, read_part, read_root};
 use crate::object::{self, BaseHeader, BaseImage, PartHeader};
 use crate::remote::Archive;
 
@@ -65,7 +65,7 @@ pub(crate) struct Plan<'a> {
     archive: &'a Archive,
     /// Keeps what is needed from expiring.
     lease: Option<Lease<'a>>,
-    pub line: Line,
+    pub line: Lineage,
     pub base: BaseHeader,
     pub root: LogRoot,
     at: Point,
@@ -75,7 +75,7 @@ pub(crate) struct Plan<'a> {
 #[derive(Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 struct Note {
     archive: String,
-    base: Option<Place>,
+    base: Option<ObjectId>,
     /// For each image, the chunks that are there.
     chunks: Vec<usize>,
 }
@@ -416,7 +416,7 @@ impl<'a> Plan<'a> {
 
 /// The point with the LSN of a snapshot instead of its name; `None`: the line has no such
 /// snapshot.
-async fn resolve(archive: &Archive, line: &Line, at: Point) -> Result<Option<Point>> {
+async fn resolve(archive: &Archive, line: &Lineage, at: Point) -> Result<Option<Point>> {
     let Point::Snapshot(name) = at else {
         return Ok(Some(at));
     };

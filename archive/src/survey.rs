@@ -3,7 +3,7 @@
 use walvisor_storage::Commit;
 
 use crate::error::Result;
-use crate::line::{Catalog, read_part};
+use crate::lineage::{Catalog, read_part};
 use crate::remote::Archive;
 use crate::uploader::now_us;
 

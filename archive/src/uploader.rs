@@ -17,8 +17,8 @@ use walvisor_storage::{Commit, FollowStep, LogFollower, LogPiece, LogPlace, LogR
 use crate::base::{BaseCopy, BaseProgress, refuse_spilled};
 use crate::epoch::{self, Claim};
 use crate::error::{Error, ErrorKind, Result};
-use crate::layout::{self, Place};
-use crate::line::{Catalog, Line, read_part, read_root};
+use crate::layout::{self, ObjectId};
+use crate::lineage::{Catalog, Lineage, read_part, read_root};
 use crate::object::{self, BaseHeader, PartHeader, PartPiece};
 use crate::remote::{Archive, CreateOutcome};
 
@@ -124,14 +124,14 @@ struct Attempt {
 #[derive(Clone)]
 struct State {
     /// The next part.
-    next: Place,
+    next: ObjectId,
     last: Commit,
     end: Option<LogPlace>,
-    segments: Vec<(u64, Place)>,
+    segments: Vec<(u64, ObjectId)>,
     rewind_marks: Vec<u64>,
     /// The newest root in this epoch; empty: none.
     root: Vec<u8>,
-    root_at: Place,
+    root_at: ObjectId,
 }
 
 /// The base images that the parts now make exact.
@@ -195,7 +195,7 @@ impl<'a> Uploader<'a> {
             Some(catalog) => archive.block_on(End::find(archive, catalog, &mut chunks))?,
             None => None,
         };
-        let next = Place { epoch, number: 1 };
+        let next = ObjectId { epoch, number: 1 };
         let begun = match end {
             Some(end) => end.resume(log_dir, &root, next)?,
             None => Err(None),
@@ -412,7 +412,8 @@ impl<'a> Uploader<'a> {
         }
         passed.map(|passed| {
             format!(
-                "a disk may have been restored in place at LSN {}, and the images have passed that since",
+                "a disk may have been restored in place at LSN {}, and the images have passed that \
+                 since",
                 passed.start
             )
         })
@@ -435,8 +436,8 @@ impl<'a> Uploader<'a> {
             return Err(Error::new(
                 ErrorKind::Fenced,
                 format!(
-                    "{archive}: another writer has created {name} in this one's epoch: the store does not keep to \
-                     conditions; make sure that only one log has this archive"
+                    "{archive}: another writer has created {name} in this one's epoch: the store \
+                     does not keep to conditions; make sure that only one log has this archive"
                 ),
             ));
         }
@@ -516,8 +517,8 @@ impl<'a> Uploader<'a> {
         Err(Error::new(
             ErrorKind::Local,
             format!(
-                "{dir}: damaged: the records from LSN {} to {durable} can't be read, so the archive ends before them; \
-                 'walvisor disk check' tells more",
+                "{dir}: damaged: the records from LSN {} to {durable} can't be read, so the \
+                 archive ends before them; 'walvisor disk check' tells more",
                 last + 1
             ),
         ))
@@ -572,7 +573,7 @@ impl<'a> Uploader<'a> {
     }
 
     /// The first segment that this root needs, and the part in which it begins.
-    fn first_needed(&self, root: &LogRoot) -> Option<(u64, Place)> {
+    fn first_needed(&self, root: &LogRoot) -> Option<(u64, ObjectId)> {
         let mut segments = self.state.segments.iter();
         let first = segments.find(|(sequence, _)| *sequence >= root.first_sequence());
         match first {
@@ -586,9 +587,9 @@ impl<'a> Uploader<'a> {
     }
 
     /// The newest part. Each epoch has one, with a root, before there is a base.
-    fn newest_part(&self) -> Place {
+    fn newest_part(&self) -> ObjectId {
         let next = self.state.next;
-        Place {
+        ObjectId {
             number: next.number.saturating_sub(1).max(1),
             ..next
         }
@@ -612,7 +613,7 @@ impl<'a> Uploader<'a> {
         let Some(ended) = &copy.ended else {
             return Ok(());
         };
-        let at = Place {
+        let at = ObjectId {
             epoch: self.claim.epoch,
             number: self.next_base,
         };
@@ -666,7 +667,7 @@ impl<'a> Uploader<'a> {
             ..self.claim.clone()
         };
         self.archive.block_on(epoch::claim(self.archive, &claim))?;
-        let next = Place {
+        let next = ObjectId {
             epoch: claim.epoch,
             number: 1,
         };
@@ -695,7 +696,7 @@ impl<'a> Uploader<'a> {
 }
 
 impl State {
-    fn new(next: Place, root: &LogRoot) -> Self {
+    fn new(next: ObjectId, root: &LogRoot) -> Self {
         Self {
             next,
             last: root.checkpoint(),
@@ -729,7 +730,7 @@ struct End {
 
 /// An uploader goes on behind this part.
 struct ResumePoint {
-    after: Place,
+    after: ObjectId,
     follower: LogFollower,
     first: Option<LogPiece>,
     state: State,
@@ -748,7 +749,7 @@ impl End {
         let bases = catalog.read_bases(archive).await?;
         let newest = bases.last().into_iter();
         chunks.extend(newest.flat_map(BaseHeader::chunks).map(str::to_owned));
-        let base_of = |line: &&Line| bases.iter().rev().find(|base| line.leads(base));
+        let base_of = |line: &&Lineage| bases.iter().rev().find(|base| line.leads(base));
         let lines = catalog.newest_lines();
         // Behind parts that the store has lost there are no images.
         let line = lines.iter().find(|line| base_of(line).is_some());
@@ -769,7 +770,7 @@ impl End {
         self,
         log_dir: &Path,
         root: &LogRoot,
-        next: Place,
+        next: ObjectId,
     ) -> Result<std::result::Result<ResumePoint, Option<String>>> {
         let header = self.header;
         if let Some(why) = root.why_other_images(&self.root) {
@@ -829,7 +830,8 @@ async fn claim_log(archive: &Archive, root: &LogRoot) -> Result<()> {
     let (theirs, log) = (found.log, own.log);
     let message = if found.format == own.format {
         format!(
-            "{shown}: the archive of log {theirs}, and this is log {log}; give each log an archive of its own"
+            "{shown}: the archive of log {theirs}, and this is log {log}; give each log an archive \
+             of its own"
         )
     } else {
         format!(
@@ -858,8 +860,8 @@ fn not_ours(archive: &Archive, stranger: &str) -> Error {
     Error::new(
         ErrorKind::Fenced,
         format!(
-            "{}: {stranger} has written this archive since, and this log does not go on where it ends; if this log \
-             is the one to archive, add --take-over",
+            "{}: {stranger} has written this archive since, and this log does not go on where it \
+             ends; if this log is the one to archive, add --take-over",
             archive.shown()
         ),
     )

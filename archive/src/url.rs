@@ -66,8 +66,8 @@ impl ArchiveUrl {
     }
 
     /// What the command line takes, for people.
-    pub const FORMS: &str = "s3://BUCKET/PREFIX, with ?endpoint=URL, ?region=NAME and others behind it where needed, or \
-         file:///DIRECTORY";
+    pub const FORMS: &str = "s3://BUCKET/PREFIX, with ?endpoint=URL, ?region=NAME and others \
+                             behind it where needed, or file:///DIRECTORY";
 }
 
 fn invalid(text: &str, why: &str) -> Error {
@@ -104,7 +104,8 @@ impl FromStr for ArchiveUrl {
                 Some(("virtual-host", value)) => virtual_host = on(value)?,
                 _ => {
                     return Err(invalid(
-                        "after the question mark, only endpoint=, region=, virtual-host= and fencing= are known",
+                        "after the question mark, only endpoint=, region=, virtual-host= and \
+                         fencing= are known",
                     ));
                 }
             }
@@ -124,7 +125,8 @@ impl FromStr for ArchiveUrl {
                 return Err(invalid("the bucket is missing"));
             } else if bucket.contains(['@', ':']) {
                 return Err(invalid(
-                    "keys don't belong here: set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY in the environment",
+                    "keys don't belong here: set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY in \
+                     the environment",
                 ));
             }
             let known = |url: &String| url.starts_with("http://") || url.starts_with("https://");

@@ -16,10 +16,10 @@ use walvisor_storage::StoreOptions;
 use walvisor_testkit::s3::S3;
 
 use crate::bench::{Bench, Side, Turn, settings};
+use crate::bench_dirs::{BenchDirs, LOGGED, make_disks};
 use crate::daemon::Daemon;
 use crate::load::nbd::{NbdClient, drive_all};
 use crate::output::Output;
-use crate::place::{LOGGED, Place, make_disks};
 use crate::serve::serve;
 use crate::session::Session;
 
@@ -45,7 +45,7 @@ pub fn run(arguments: &ArchiveArguments) -> Result<(), CommandError> {
     let given = settings(json!({ "archive": store.url("bucket/bench") }));
     let mut bench = Bench::new(MATRICES, output, &[], &given);
     let session = bench.start()?;
-    let place = Place::new(&output.dir)?;
+    let place = BenchDirs::new(&output.dir)?;
     let options = StoreOptions::default();
     make_disks(place.images(), 1, DISK_BYTES, LOGGED, &options)?;
     let run = bench.matrices[0].measure(&session, |side| measure(side, &store, &place, &session));
@@ -56,7 +56,7 @@ pub fn run(arguments: &ArchiveArguments) -> Result<(), CommandError> {
 fn measure(
     side: &Side,
     store: &S3,
-    place: &Place,
+    place: &BenchDirs,
     session: &Session,
 ) -> Result<Turn, CommandError> {
     store.delay(Duration::ZERO);

@@ -16,7 +16,8 @@ pub fn check_cache(path: &str, backend: &str, write_cache: bool) -> Result<(), C
         return Ok(());
     }
     Err(CommandError::Failed(format!(
-        "{path} on the {backend} disk: its write cache is off and that of the others is on: they cannot be compared"
+        "{path} on the {backend} disk: its write cache is off and that of the others is on: they \
+         cannot be compared"
     )))
 }
 

@@ -10,7 +10,7 @@ use std::time::Duration;
 
 use walvisor::commands::CommandError;
 
-use crate::place::failed;
+use crate::bench_dirs::failed;
 use crate::programs::{self, GUEST_IMAGES, guest_images};
 use crate::session::Session;
 

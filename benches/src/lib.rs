@@ -23,6 +23,7 @@
 
 mod archive;
 mod bench;
+mod bench_dirs;
 mod blocks;
 pub mod cli;
 mod commit;
@@ -38,7 +39,6 @@ mod neighbours;
 mod notify;
 mod output;
 mod peers;
-mod place;
 mod programs;
 mod report;
 mod serve;

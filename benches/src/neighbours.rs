@@ -17,13 +17,15 @@ use clap::Args;
 use serde_json::{Value, json};
 use walvisor::commands::CommandError;
 use walvisor_storage::StoreOptions;
-use walvisor_testkit::hostile::{Attack, Attackers, Commits, Target, Victim, nbd, vhost_user};
+use walvisor_testkit::hostile::{
+    Attack, AttackTarget, Attackers, Commits, Victim, nbd, vhost_user,
+};
 use walvisor_testkit::vhost_user_client::VhostUserClient;
 
 use crate::bench::{Bench, Side, Turn, settings};
+use crate::bench_dirs::{BenchDirs, LOGGED, make_disks};
 use crate::daemon::Daemon;
 use crate::output::Output;
-use crate::place::{LOGGED, Place, make_disks};
 use crate::programs::missing;
 use crate::serve::serve;
 
@@ -69,7 +71,7 @@ pub fn run(arguments: &NeighboursArguments) -> Result<(), CommandError> {
         matrix.notes.push(note);
     }
     let session = bench.start()?;
-    let place = Place::new(&output.dir)?;
+    let place = BenchDirs::new(&output.dir)?;
     make_disks(
         place.images(),
         2,
@@ -92,12 +94,12 @@ pub fn run(arguments: &NeighboursArguments) -> Result<(), CommandError> {
 /// Two disks of a daemon.
 struct Disks {
     daemon: Daemon,
-    target: Target,
+    target: AttackTarget,
     victim: Box<dyn Victim>,
 }
 
 impl Disks {
-    fn start(place: &Place, side: &Side) -> Result<Self, CommandError> {
+    fn start(place: &BenchDirs, side: &Side) -> Result<Self, CommandError> {
         let sockets = [0, 1].map(|disk| place.sockets().join(format!("{disk}")));
         let (door, is_ours) = (side.text("door"), side.side == OURS);
         let daemons = serve(side, door, place.images(), place.sockets(), &sockets)?;
@@ -105,11 +107,14 @@ impl Disks {
             let victim = nbd::victim(&sockets[0], "0");
             let victim = victim.map(|victim| Box::new(victim) as Box<dyn Victim>);
             // A server of qemu-storage-daemon has one socket.
-            (Target::new(&sockets[usize::from(is_ours)], "1"), victim)
+            (
+                AttackTarget::new(&sockets[usize::from(is_ours)], "1"),
+                victim,
+            )
         } else {
             let victim = VhostUserClient::try_connect(&sockets[0], 1);
             let victim = victim.map(|victim| Box::new(victim) as Box<dyn Victim>);
-            (Target::new(&sockets[1], ""), victim)
+            (AttackTarget::new(&sockets[1], ""), victim)
         };
         Ok(Self {
             daemon: daemons.into_iter().next().expect("one for both disks"),

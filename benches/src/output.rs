@@ -7,7 +7,7 @@ use std::time::Duration;
 use clap::Args;
 use walvisor::commands::CommandError;
 
-use crate::place::failed;
+use crate::bench_dirs::failed;
 use crate::report::machine::MachineInfo;
 use crate::report::{Report, Section, page};
 use crate::session::Session;

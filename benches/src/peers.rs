@@ -22,11 +22,11 @@ use walvisor_storage::StoreOptions;
 use walvisor_testkit::vhost_user_client::VhostUserClient;
 
 use crate::bench::{Bench, Matrix, Row, Settings, Side, TakeTurns, Turn};
+use crate::bench_dirs::{BenchDirs, LOGGED, make_disk, make_disks};
 use crate::daemon::{Daemon, HaltGuard};
 use crate::guests::{self, write_script};
 use crate::load::vhost_user::drive;
 use crate::output::Output;
-use crate::place::{LOGGED, Place, make_disk, make_disks};
 use crate::programs::{missing, walvisor};
 use crate::serve::serve;
 use crate::session::Session;
@@ -93,7 +93,7 @@ pub fn run(arguments: &PeersArguments) -> Result<(), CommandError> {
         door && !slow && job.text("title").contains(&arguments.job)
     });
     let session = bench.start()?;
-    let place = Place::new(&output.dir)?;
+    let place = BenchDirs::new(&output.dir)?;
     let matrix = &mut bench.matrices[0];
     let (mut done, mut failed) = (Vec::new(), Ok(()));
     for door in DOORS {
@@ -174,7 +174,7 @@ impl<R: Fn(&Side, Duration) -> Result<f64, CommandError>> TakeTurns for Daemons<
 
 /// Starts what serves the sides of a door, each with sockets of its own for its disks.
 fn serve_all(
-    place: &Place,
+    place: &BenchDirs,
     door: &str,
     matrix: &Matrix,
     disks: usize,
@@ -190,13 +190,17 @@ fn serve_all(
     Ok(daemons)
 }
 
-fn socket(place: &Place, side: &Side, disk: usize) -> PathBuf {
+fn socket(place: &BenchDirs, side: &Side, disk: usize) -> PathBuf {
     place.sockets().join(format!("{}-{disk}", side.side))
 }
 
 /// Over vhost-user, with a virtio driver in this process as client, which serves all disks in one
 /// thread.
-fn vhost_user(place: &Place, matrix: &mut Matrix, session: &Session) -> Result<(), CommandError> {
+fn vhost_user(
+    place: &BenchDirs,
+    matrix: &mut Matrix,
+    session: &Session,
+) -> Result<(), CommandError> {
     make_disks(
         place.images(),
         DISKS,
@@ -221,7 +225,7 @@ fn vhost_user(place: &Place, matrix: &mut Matrix, session: &Session) -> Result<(
 }
 
 /// Over NBD, with fio as client. Each queue is a connection.
-fn nbd(place: &Place, matrix: &mut Matrix, session: &Session) -> Result<(), CommandError> {
+fn nbd(place: &BenchDirs, matrix: &mut Matrix, session: &Session) -> Result<(), CommandError> {
     let (images, options) = (place.images(), StoreOptions::default());
     make_disks(images, 1, DISK_BYTES, LOGGED, &options)?;
     make_disk(
@@ -277,7 +281,7 @@ fn job(side: &Side) -> (&str, u8) {
 
 /// In a guest that QEMU emulates, which has a disk over vhost-user, and QEMU's own virtio-blk with
 /// and without the host's page cache.
-fn qemu(place: &Place, matrix: &mut Matrix, session: &Session) -> Result<(), CommandError> {
+fn qemu(place: &BenchDirs, matrix: &mut Matrix, session: &Session) -> Result<(), CommandError> {
     matrix.sides_mut().for_each(|side| side.emulated = true);
     make_disks(
         place.images(),
@@ -319,7 +323,7 @@ fn qemu(place: &Place, matrix: &mut Matrix, session: &Session) -> Result<(), Com
 /// In user-mode Linux over the files of this machine, with two disks of its kernel's SCSI target:
 /// of `walvisor` with its RAM backend, and of tcmu-runner with its qcow handler over an image in
 /// memory.
-fn tcmu(place: &Place, matrix: &mut Matrix, session: &Session) -> Result<(), CommandError> {
+fn tcmu(place: &BenchDirs, matrix: &mut Matrix, session: &Session) -> Result<(), CommandError> {
     let walvisor = format!("WALVISOR='{}'\n", walvisor()?.display());
     let script = guest_settings(matrix) + &walvisor + TARGET + FIO;
     let mut command = guests::command("user-mode")?;
@@ -370,8 +374,8 @@ fn read_guest(line: &str, matrix: &mut Matrix) -> Result<(), CommandError> {
             let side = number(disk).and_then(|disk| matrix.rows[0].sides.get(disk));
             let name = side.map_or("a disk", |side| &side.name);
             Err(CommandError::Failed(format!(
-                "{name}: the guest says that its write cache is {cache}: it cannot be compared with the others, which are \
-                 writeback"
+                "{name}: the guest says that its write cache is {cache}: it cannot be compared \
+                 with the others, which are writeback"
             )))
         }
         _ => Ok(()),

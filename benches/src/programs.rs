@@ -35,7 +35,8 @@ pub fn guest_images() -> Result<PathBuf, CommandError> {
 fn find_own(program: &str) -> Result<PathBuf, CommandError> {
     find(program).ok_or_else(|| {
         CommandError::Failed(format!(
-            "{program} is missing beside this program and on PATH: build it with: cargo build --release -p {program}"
+            "{program} is missing beside this program and on PATH: build it with: cargo build \
+             --release -p {program}"
         ))
     })
 }

@@ -12,8 +12,8 @@ use walvisor_guest_images::Metrics;
 use walvisor_storage::{StoreOptions, create_disk, default_log_dir};
 
 use crate::bench::{Bench, Settings, Side, Turn};
+use crate::bench_dirs::{directory, failed};
 use crate::output::Output;
-use crate::place::{directory, failed};
 use crate::programs::walvisor;
 use crate::tiny_guest;
 

@@ -60,7 +60,7 @@ pub trait SyncBackend: Send + Sync + 'static {
 pub struct ThreadedDisk<B> {
     /// Dropped first, so that the backend is dropped where the disk is.
     threads: Arc<Threads>,
-    shared: Arc<Shared<B>>,
+    shared: Arc<SharedState<B>>,
 }
 
 impl<B: SyncBackend> ThreadedDisk<B> {
@@ -92,7 +92,7 @@ impl<B: SyncBackend> ThreadedDisk<B> {
         if threads == 0 {
             return refuse("a disk with 0 threads: give at least 1".to_owned());
         }
-        let shared = Arc::new(Shared {
+        let shared = Arc::new(SharedState {
             sectors: bytes / SECTOR_SIZE,
             read_only,
             write_cache: AtomicBool::new(true),
@@ -123,7 +123,7 @@ impl<B: SyncBackend> ThreadedDisk<B> {
 }
 
 /// A request, and the queue that waits for it.
-struct Job {
+struct QueuedRequest {
     token: u64,
     operation: Operation,
     mailbox: Arc<Mailbox>,
@@ -146,7 +146,7 @@ impl Mailbox {
 /// The threads, and the way to them. Dropping it ends them, after what was submitted.
 struct Threads {
     /// `None` only while dropping.
-    jobs: Option<Sender<Job>>,
+    jobs: Option<Sender<QueuedRequest>>,
     threads: Vec<JoinHandle<()>>,
 }
 
@@ -160,7 +160,7 @@ impl Drop for Threads {
     }
 }
 
-struct Shared<B> {
+struct SharedState<B> {
     backend: B,
     sectors: u64,
     read_only: bool,
@@ -182,12 +182,12 @@ fn locked<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-impl<B: SyncBackend> Shared<B> {
+impl<B: SyncBackend> SharedState<B> {
     /// Serves requests until nobody can submit any.
-    fn serve(&self, jobs: &Mutex<Receiver<Job>>) {
+    fn serve(&self, jobs: &Mutex<Receiver<QueuedRequest>>) {
         loop {
             let job = locked(jobs).recv();
-            let Ok(Job {
+            let Ok(QueuedRequest {
                 token,
                 operation,
                 mailbox,
@@ -338,7 +338,7 @@ struct ThreadedQueue {
 impl BackendQueue for ThreadedQueue {
     fn submit(&mut self, token: u64, operation: Operation) {
         let mailbox = Arc::clone(&self.mailbox);
-        let job = Job {
+        let job = QueuedRequest {
             token,
             operation,
             mailbox,
@@ -380,10 +380,10 @@ mod tests {
 
     /// Bytes in memory. What it has seen outlives the disk.
     #[derive(Clone, Default)]
-    struct Memory(Arc<Seen>);
+    struct Memory(Arc<Observations>);
 
     #[derive(Default)]
-    struct Seen {
+    struct Observations {
         bytes: Mutex<Vec<u8>>,
         inside: AtomicUsize,
         most_inside: AtomicUsize,

@@ -29,7 +29,7 @@ use walvisor::size::{human_size, parse_size};
 use crate::cache::Cache;
 use crate::error::{Error, FileContext, Result};
 use crate::images::GuestImages;
-use crate::job::Job;
+use crate::job::GuestJob;
 use crate::machine::Machine;
 use crate::process::{command_text, leash};
 use crate::reporter::Reporter;
@@ -122,7 +122,7 @@ impl OwnGuest {
                     (0..=self.disks.len()).map(|n| scratch.path().join(format!("disk{n}")));
                 let sockets: Vec<_> = sockets.collect();
                 let daemon = Daemon::start(self, walvisor, &image, &sockets)?;
-                let mut job = Job::new(JOB, walvisor);
+                let mut job = GuestJob::new(JOB, walvisor);
                 let quoted = command_line.trim_end().replace('\'', "'\\''");
                 job.script = format!(
                     "GUEST_CPUS={} GUEST_MEMORY={} GUEST_CMDLINE='{quoted}' GUEST_DISKS={} GUEST_NET={}\n{JOB}",
@@ -296,8 +296,8 @@ impl Drop for Daemon {
         while matches!(self.child.try_wait(), Ok(None)) {
             if began.elapsed() > CLOSE_LIMIT {
                 eprintln!(
-                    "walvisor-guest-images: 'walvisor serve', which has the disks, does not end, and is killed: they \
-                     are as after a power cut"
+                    "walvisor-guest-images: 'walvisor serve', which has the disks, does not end, \
+                     and is killed: they are as after a power cut"
                 );
                 let _ = self.child.kill();
                 let _ = self.child.wait();

@@ -12,7 +12,7 @@ use walvisor_vmm::probe;
 
 use crate::cache::Cache;
 use crate::error::{Error, FileContext, Result};
-use crate::job::{Job, JobOutcome};
+use crate::job::{GuestJob, JobOutcome};
 use crate::machine::Machine;
 use crate::metrics::Metrics;
 use crate::reporter::Reporter;
@@ -60,7 +60,7 @@ pub fn demo(cache: &Cache, walvisor: &Path, output: &Path) -> Result<()> {
         Machine::Nested => ("2M", "512K"),
     };
     let together = format!("SIZE={writer_size} WRITERS={WRITERS}\n{TOGETHER}");
-    let job = Job::new(script, walvisor)
+    let job = GuestJob::new(script, walvisor)
         .file("guest.sh", format!("SIZE={size}\n{GUEST}"))
         .file("guest-together.sh", together);
     let outcome = job.run_on(machine, cache, &reporter)?;

@@ -40,7 +40,8 @@ pub enum Error {
     Unusable(String),
     /// A machine hung or crashed in every attempt.
     #[error(
-        "{what} hung or crashed in each of {attempts} attempts: the console output shows how far it got"
+        "{what} hung or crashed in each of {attempts} attempts: the console output shows how far \
+         it got"
     )]
     Hung {
         /// The machine that hung.

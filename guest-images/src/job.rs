@@ -39,7 +39,7 @@ const NESTED_NEEDS: [(&str, &str); 2] = [
 
 /// A job. The top of `scripts/run.sh` says what its script may use.
 #[derive(Clone, Debug)]
-pub struct Job {
+pub struct GuestJob {
     /// The script, for a POSIX shell.
     pub script: String,
     /// Further files, `(name, content)`, that the script finds in `$JOB`, mostly the guests'
@@ -65,7 +65,7 @@ pub struct Job {
     pub terminal: bool,
 }
 
-impl Job {
+impl GuestJob {
     /// A job without further files, with a limit of ten minutes, 4 GiB for disks, and six attempts.
     #[must_use]
     pub fn new(script: impl Into<String>, walvisor: impl Into<PathBuf>) -> Self {
@@ -94,7 +94,7 @@ impl Job {
     /// ends.
     ///
     /// # Errors
-    /// As [`Job::run_on`].
+    /// As [`GuestJob::run_on`].
     pub fn run(&self, cache: &Cache, reporter: &Reporter) -> Result<JobOutcome> {
         let (machine, reason) = Machine::choose();
         reporter.note(&reason);
@@ -210,7 +210,9 @@ impl Job {
                 copy_with_libraries(&walvisor, &program)?;
                 // The program brings its libraries, because the machine's C library may be older
                 // than the one that it was built with.
-                "at=$BASE/program; exec \"$at/loader\" --library-path \"$at\" \"$at/walvisor\" \"$@\"".to_owned()
+                "at=$BASE/program; exec \"$at/loader\" --library-path \"$at\" \"$at/walvisor\" \
+                 \"$@\""
+                    .to_owned()
             }
         };
         let start = format!("#!/bin/sh\n{start}\n");
@@ -284,8 +286,8 @@ impl Job {
             BootEnd::TimedOut => return Err(self.timed_out()),
             BootEnd::GivenUp => {
                 return Err(Error::Unusable(
-                    "Ctrl-A x: the machine that QEMU emulates around the guest went on, and was killed; the \
-                     guest's disks are as after a power cut"
+                    "Ctrl-A x: the machine that QEMU emulates around the guest went on, and was \
+                     killed; the guest's disks are as after a power cut"
                         .to_owned(),
                 ));
             }

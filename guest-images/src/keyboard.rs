@@ -35,12 +35,12 @@ const MOST_PENDING: usize = 1 << 20;
 /// The keyboard of a machine. Dropping it gives the terminal back as it was.
 pub(crate) struct Keyboard {
     terminal: Option<Termios>,
-    shared: Arc<Shared>,
+    shared: Arc<SharedState>,
     thread: Option<JoinHandle<()>>,
 }
 
 #[derive(Default)]
-struct Shared {
+struct SharedState {
     ended: AtomicBool,
     /// How often Ctrl-A x was typed.
     asked: AtomicU64,
@@ -99,7 +99,7 @@ impl Drop for Keyboard {
     }
 }
 
-fn pass_on(to: ChildStdin, shared: &Shared) -> io::Result<()> {
+fn pass_on(to: ChildStdin, shared: &SharedState) -> io::Result<()> {
     let (mut pending, mut escaped, mut open) = (Vec::new(), false, true);
     let mut bytes = [0; 4096];
     // Once nothing follows, the machine sees the end of its input too.

@@ -5,7 +5,7 @@
 //! ```text
 //!   apt-get download ──▶ GuestImages (cache, checksummed) ─┐
 //!                                                          ▼
-//!   Job: a shell script + the walvisor binary ──▶ Job::run ──▶ Machine::Direct: sh run.sh
+//!   GuestJob: a shell script + the walvisor binary ──▶ GuestJob::run ──▶ Machine::Direct: sh run.sh
 //!                                                     │        Machine::Nested: QEMU ▶ kvm_amd ▶ sh run.sh
 //!                                                     ▼
 //!                                              JobOutcome: exit status, console, result files
@@ -43,7 +43,7 @@
 //! off, or reboots if `guest.end=reboot` is on its command line. With `root=/dev/vda` and a copy of
 //! `$IMAGES/root.ext4` as the first disk, the same script runs on that root file system.
 //!
-//! In Rust: `Job::new(script, walvisor_binary(..)?).file("guest.sh", text).run(&cache, &reporter)`.
+//! In Rust: `GuestJob::new(script, walvisor_binary(..)?).file("guest.sh", text).run(&cache, &reporter)`.
 
 mod boot;
 mod cache;
@@ -71,7 +71,7 @@ pub use demo::demo;
 pub use error::{Error, Result};
 pub use guest::{CableEnd, Guest, Libvirt, UserMode};
 pub use images::GuestImages;
-pub use job::{Job, JobOutcome};
+pub use job::{GuestJob, JobOutcome};
 pub use machine::Machine;
 pub use metrics::Metrics;
 pub use packages::{install_missing, obstacle};

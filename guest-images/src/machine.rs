@@ -46,6 +46,7 @@ impl Machine {
 
 fn nested(reason: &str) -> String {
     format!(
-        "machine: kvm_amd inside QEMU's emulation ({reason}); counts are real there, seconds are not"
+        "machine: kvm_amd inside QEMU's emulation ({reason}); counts are real there, seconds are \
+         not"
     )
 }

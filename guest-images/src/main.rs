@@ -7,8 +7,8 @@ use std::time::Duration;
 
 use clap::{Parser, Subcommand};
 use walvisor_guest_images::{
-    Cache, Error, Guest, GuestImages, Job, Machine, OwnGuest, Reporter, Result, UserMode, demo,
-    guest::END, install_missing, sibling_or_built, stop,
+    Cache, Error, Guest, GuestImages, GuestJob, Machine, OwnGuest, Reporter, Result, UserMode,
+    demo, guest::END, install_missing, sibling_or_built, stop,
 };
 
 #[derive(Parser)]
@@ -180,7 +180,7 @@ fn run_action(arguments: Arguments) -> Result<u8> {
             seconds,
             newer_kernel,
         } => {
-            let mut job = Job::new(read(&script)?, binary(walvisor)?);
+            let mut job = GuestJob::new(read(&script)?, binary(walvisor)?);
             let reporter = Reporter::streaming();
             job.limit = Duration::from_secs(seconds);
             for file in files {

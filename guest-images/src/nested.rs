@@ -119,7 +119,8 @@ impl NestedBoot<'_> {
                 // With this log level the kernel prints only panics: other messages could interrupt
                 // the job's output. The sysctl turns a stall into a panic, so that it is printed
                 // too.
-                "console=ttyS0 loglevel=1 panic=-1 sysctl.kernel.panic_on_rcu_stall=1 mitigations=off",
+                "console=ttyS0 loglevel=1 panic=-1 sysctl.kernel.panic_on_rcu_stall=1 \
+                 mitigations=off",
             ])
             .arg("-drive")
             .arg(disk("images", self.images, "readonly=on"))
@@ -131,7 +132,11 @@ impl NestedBoot<'_> {
             .args(["-device", "virtio-blk-pci,drive=work"])
             .args(disks)
             .args(network)
-            .stdin(if self.terminal { Stdio::piped() } else { Stdio::null() })
+            .stdin(if self.terminal {
+                Stdio::piped()
+            } else {
+                Stdio::null()
+            })
             .stdout(Stdio::piped())
             .stderr(Stdio::piped());
         qemu

@@ -97,7 +97,8 @@ fn ask_apt(wanted: &[&str], scratch: &Path, reporter: &Reporter) -> Result<Vec<P
     reporter.progress("asking apt for package versions");
     if !is_installed("apt-get") {
         return Err(Error::Unusable(
-            "apt-get is missing: the guest images are built from Debian packages, so build them on Debian or Ubuntu"
+            "apt-get is missing: the guest images are built from Debian packages, so build them on \
+             Debian or Ubuntu"
                 .to_owned(),
         ));
     }

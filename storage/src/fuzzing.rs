@@ -22,7 +22,7 @@ use crate::format::{
     SEGMENT_MAGIC, SegmentHeader, SummaryFooter,
 };
 use crate::history::saved::read_saved;
-use crate::index::{Piece, Place};
+use crate::index::{Location, Piece};
 use crate::log::disk_state::DiskState;
 use crate::log::image::Image;
 use crate::medium::checksum;
@@ -420,15 +420,15 @@ fn extent(disk: &DiskState, piece: &Piece) -> (u32, u64, u64, String) {
     let end = piece.sector + piece.sectors;
     assert!(end <= disk.sectors(), "an extent beyond the disk");
     let place = match &piece.place {
-        Some(Place::Log { segment, offset }) => {
+        Some(Location::Log { segment, offset }) => {
             let mut bytes = vec![0; (piece.sectors * SECTOR_SIZE) as usize];
             let read = segment.file.read_exact_at(&mut bytes, *offset);
             read.map_err(|_| Failure::Io)
                 .expect("the log's bytes of an extent");
             format!("{} {offset}", segment.path.display())
         }
-        Some(Place::Zero { unmap, .. }) => format!("zero {unmap}"),
-        Some(Place::Memory { .. }) | None => unreachable!("nothing was written"),
+        Some(Location::Zero { unmap, .. }) => format!("zero {unmap}"),
+        Some(Location::Memory { .. }) | None => unreachable!("nothing was written"),
     };
     (disk.id, piece.sector, piece.sectors, place)
 }

@@ -7,7 +7,7 @@ mod support;
 use std::time::Duration;
 
 use rustix::event::{PollFd, PollFlags};
-use support::{Place, wait_until};
+use support::{TestDisk, wait_until};
 use walvisor_storage::{
     BackendQueue, Buffer, CacheMode, Completion, DiskOptions, EngineKind, Operation, Port, Store,
     StoreOptions, create_disk,
@@ -88,7 +88,7 @@ impl Client {
 #[test]
 fn writes_flushes_and_reads_reuse_memory() {
     for engine in [EngineKind::Auto, EngineKind::Blocking] {
-        let place = Place::empty();
+        let place = TestDisk::empty();
         let options = StoreOptions {
             segment_size: 128 << 20,
             max_segments: 8,
@@ -123,7 +123,8 @@ fn writes_flushes_and_reads_reuse_memory() {
             let few = client.allocations(100, 4, Client::write);
             let reads = client.allocations(100, 64, Client::read);
             println!(
-                "{engine:?} {cache:?}: allocations a group: {} of 64 writes, {} of 4 writes; {} for 64 reads",
+                "{engine:?} {cache:?}: allocations a group: {} of 64 writes, {} of 4 writes; {} \
+                 for 64 reads",
                 many as f64 / 100.0,
                 few as f64 / 100.0,
                 reads as f64 / 100.0

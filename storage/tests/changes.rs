@@ -3,7 +3,7 @@
 
 mod support;
 
-use support::{Place, Random, fill, flush, run};
+use support::{Random, TestDisk, fill, flush, run};
 use walvisor_storage::{
     Disk, DiskOptions, Look, Operation, Point, Retention, SnapshotName, Store, StoreOptions,
     Tracked, create_disk,
@@ -22,7 +22,7 @@ fn options() -> StoreOptions {
     }
 }
 
-fn open(place: &Place) -> Store {
+fn open(place: &TestDisk) -> Store {
     Store::open(&place.log(), &[DiskOptions::new(&place.disk)], &options()).unwrap()
 }
 
@@ -121,7 +121,7 @@ impl Model {
 
 #[test]
 fn each_sector_that_has_changed_since_a_snapshot_is_told_and_no_other() {
-    let place = Place::empty();
+    let place = TestDisk::empty();
     create_disk(&place.disk, SIZE, &place.log(), &options()).unwrap();
     let mut store = open(&place);
     let mut model = Model {

@@ -2,7 +2,7 @@
 
 mod support;
 
-use support::{Place, flush, wait};
+use support::{TestDisk, flush, wait};
 use walvisor_storage::{
     BackendQueue, Buffer, DiskOptions, LogCounters, Logged, Operation, Store, StoreOptions,
     create_disk, default_log_dir,
@@ -98,7 +98,7 @@ fn an_index_takes_no_more_memory_than_it_may() {
 /// discard of several parts makes one hole.
 #[test]
 fn neighbours_are_copied_together() {
-    let place = Place::new();
+    let place = TestDisk::new();
     let store = place.open();
     let disk = store.disks()[0].clone();
     let mut port = disk.open_port().unwrap();

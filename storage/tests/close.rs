@@ -4,7 +4,7 @@ mod support;
 
 use std::time::Duration;
 
-use support::{Place, flush, read, small, wait_until, write};
+use support::{TestDisk, flush, read, small, wait_until, write};
 use walvisor_storage::{
     BlockingDisk, DiskOptions, EngineKind, ErrorKind, Image, Store, StoreOptions,
 };
@@ -13,7 +13,7 @@ use walvisor_storage::{
 /// half of the ring.
 const BLOCKS: u64 = 60;
 
-fn open(place: &Place, close_time: Duration) -> Store {
+fn open(place: &TestDisk, close_time: Duration) -> Store {
     let options = StoreOptions {
         close_time: Some(close_time),
         ..small(EngineKind::Auto)
@@ -25,7 +25,7 @@ fn open(place: &Place, close_time: Duration) -> Store {
 /// flushed. The next open accepts the image and copies everything by itself.
 #[test]
 fn a_close_without_time_leaves_everything_in_the_log() {
-    let place = Place::new();
+    let place = TestDisk::new();
     let store = open(&place, Duration::ZERO);
     let mut port = store.disks()[0].open_port().unwrap();
     for block in 0..BLOCKS {
@@ -64,7 +64,7 @@ fn a_close_without_time_leaves_everything_in_the_log() {
 /// A store that may take its time copies everything that others have left.
 #[test]
 fn a_close_with_time_enough_copies_what_was_left() {
-    let place = Place::new();
+    let place = TestDisk::new();
     for (close_time, records) in [(Duration::ZERO, 1), (Duration::MAX, 0)] {
         let store = open(&place, close_time);
         let mut port = store.disks()[0].open_port().unwrap();
@@ -82,7 +82,7 @@ fn a_close_with_time_enough_copies_what_was_left() {
 #[test]
 fn a_checkpoint_under_way_is_cut_by_the_close() {
     for _ in 0..20 {
-        let place = Place::new();
+        let place = TestDisk::new();
         let store = open(&place, Duration::ZERO);
         let disk = store.disks()[0].clone();
         let mut port = disk.open_port().unwrap();
@@ -112,7 +112,7 @@ fn a_checkpoint_under_way_is_cut_by_the_close() {
 #[test]
 fn a_blocking_handle_of_a_closed_store_gets_errors_and_does_not_wait() {
     for never_used in [false, true] {
-        let place = Place::new();
+        let place = TestDisk::new();
         let store = open(&place, Duration::from_secs(60));
         let disk = BlockingDisk::new(store.disks()[0].clone());
         if !never_used {

@@ -122,11 +122,11 @@ struct State {
     acknowledged: u8,
     left: Budget,
     /// The promise that a crash has shown to be broken.
-    broken: Option<Broken>,
+    broken: Option<Violation>,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-enum Broken {
+enum Violation {
     /// Promise 1.
     AcknowledgedLost,
     /// Promise 3.
@@ -246,13 +246,13 @@ impl State {
             _ => records.clone(),
         };
         self.broken = if { rest }.any(|batch| batch.durable > known) {
-            Some(Broken::LegalCrashRefused)
+            Some(Violation::LegalCrashRefused)
         } else if !is_prefix {
-            Some(Broken::NoPrefix)
+            Some(Violation::NoPrefix)
         } else if known < self.acknowledged {
-            Some(Broken::AcknowledgedLost)
+            Some(Violation::AcknowledgedLost)
         } else if content(&shown) != content(&records) {
-            Some(Broken::WrongContent)
+            Some(Violation::WrongContent)
         } else {
             None
         };

@@ -5,13 +5,13 @@ mod support;
 use std::os::unix::fs::FileExt;
 use std::path::Path;
 
-use support::{Place, SIZE, flush, read, run, small, write};
+use support::{SIZE, TestDisk, flush, read, run, small, write};
 use walvisor_storage::{
     DiskOptions, EngineKind, ErrorKind, Failure, Operation, Store, create_disk, default_log_dir,
     inspect,
 };
 
-fn segment(place: &Place) -> std::fs::File {
+fn segment(place: &TestDisk) -> std::fs::File {
     let path = place.log().join("segment-00000");
     std::fs::OpenOptions::new()
         .read(true)
@@ -21,8 +21,8 @@ fn segment(place: &Place) -> std::fs::File {
 }
 
 /// Three batches of one 4 KiB write each: header and payload at 4096, 12288, 20480.
-fn three_batches() -> Place {
-    let place = Place::new();
+fn three_batches() -> TestDisk {
+    let place = TestDisk::new();
     let store = place.open();
     let mut port = store.disks()[0].open_port().unwrap();
     for i in 0..3u8 {
@@ -131,7 +131,7 @@ fn open_error(log: &Path, disks: &[DiskOptions]) -> (ErrorKind, String) {
 
 #[test]
 fn bad_input_is_named_and_changes_nothing() {
-    let place = Place::new();
+    let place = TestDisk::new();
     let options = [DiskOptions::new(&place.disk)];
     let store = place.open();
     assert_eq!(open_error(&place.log(), &options).0, ErrorKind::Locked);
@@ -142,7 +142,7 @@ fn bad_input_is_named_and_changes_nothing() {
     store.close().unwrap();
     let twice = [options[0].clone(), options[0].clone()];
     assert_eq!(open_error(&place.log(), &twice).0, ErrorKind::Locked);
-    let other = Place::new();
+    let other = TestDisk::new();
     let renamed = other.disk.with_file_name("other.img");
     std::fs::rename(&other.disk, &renamed).unwrap();
     let (kind, text) = open_error(&place.log(), &[DiskOptions::new(&renamed)]);
@@ -188,7 +188,7 @@ fn bad_input_is_named_and_changes_nothing() {
 
 #[test]
 fn an_unclosed_disk_is_not_served_without_its_log() {
-    let place = Place::new();
+    let place = TestDisk::new();
     let store = place.open();
     let mut port = store.disks()[0].open_port().unwrap();
     write(&mut port, 0, 1, 8);

@@ -8,7 +8,7 @@ use std::process::Command;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
-use support::{Place, Random, fill, flush, modify, run, wait_until};
+use support::{Random, TestDisk, fill, flush, modify, run, wait_until};
 use walvisor_storage::{
     Disk, DiskOptions, Error, Operation, Point, Port, Retention, Store, StoreOptions, Transfer,
     create_disk,
@@ -30,7 +30,7 @@ fn options(retain: Retention) -> StoreOptions {
     }
 }
 
-fn open(place: &Place, retain: Retention) -> Store {
+fn open(place: &TestDisk, retain: Retention) -> Store {
     if !place.disk.exists() {
         create_disk(&place.disk, SIZE as u64, &place.log(), &options(retain)).unwrap();
     }
@@ -43,7 +43,7 @@ fn open(place: &Place, retain: Retention) -> Store {
 }
 
 /// A disk with random contents, in part in its image and in part in its log, and what it contains.
-fn modified(place: &Place, retain: Retention) -> (Store, Vec<u8>) {
+fn modified(place: &TestDisk, retain: Retention) -> (Store, Vec<u8>) {
     let (mut random, mut state) = (Random(23), vec![0; SIZE]);
     let store = open(place, Retention::Nothing);
     change(
@@ -66,7 +66,7 @@ fn change(port: &mut Port, random: &mut Random, state: &mut [u8]) {
     flush(port);
 }
 
-fn saved_files(place: &Place) -> usize {
+fn saved_files(place: &TestDisk) -> usize {
     let names = std::fs::read_dir(place.log()).unwrap();
     let names = names.map(|entry| entry.unwrap().file_name().into_string().unwrap());
     names.filter(|name| name.starts_with("saved-")).count()
@@ -170,7 +170,7 @@ fn export_beside_writer(
 #[test]
 fn an_export_gives_way_to_a_guest_that_fills_the_log() {
     for retain in [Retention::All, Retention::Time(Duration::from_secs(3600))] {
-        let place = Place::empty();
+        let place = TestDisk::empty();
         let (store, state) = modified(&place, retain);
         let disk = &store.disks()[0];
         let before = store.log_counters().checkpoints;
@@ -188,7 +188,7 @@ fn an_export_gives_way_to_a_guest_that_fills_the_log() {
 
 #[test]
 fn a_past_point_is_exported_beside_a_guest_that_fills_the_log() {
-    let place = Place::empty();
+    let place = TestDisk::empty();
     let (store, state) = modified(&place, Retention::All);
     let disk = &store.disks()[0];
     let at = Point::Snapshot("now".parse().unwrap());
@@ -236,7 +236,7 @@ fn a_target_that_does_not_answer_holds_up_no_writer() {
     };
     for retain in [Retention::Nothing, Retention::All] {
         for calls in [0, 3] {
-            let place = Place::empty();
+            let place = TestDisk::empty();
             let (store, state) = modified(&place, retain);
             let path = fs.path().join("export");
             let target = File::create_new(&path).unwrap();
@@ -273,7 +273,7 @@ fn an_export_of_which_the_target_does_not_answer_can_be_given_up() {
     let Some((_image, fs)) = small_fs() else {
         return;
     };
-    let place = Place::empty();
+    let place = TestDisk::empty();
     let (store, _) = modified(&place, Retention::Nothing);
     let target = File::create_new(fs.path().join("export")).unwrap();
     let frozen = fs.freeze();
@@ -295,7 +295,7 @@ fn an_export_ends_when_what_it_needs_finds_no_space() {
         return;
     };
     for retain in [Retention::Nothing, Retention::All] {
-        let place = Place::empty_in(small.path());
+        let place = TestDisk::empty_in(small.path());
         let (store, _) = modified(&place, retain);
         let disk = &store.disks()[0];
         // The log and the image get all their blocks.
@@ -333,7 +333,7 @@ fn an_export_ends_when_what_it_needs_finds_no_space() {
 
 #[test]
 fn an_export_that_is_given_up_leaves_nothing() {
-    let place = Place::empty();
+    let place = TestDisk::empty();
     let (store, _) = modified(&place, Retention::All);
     let disk = &store.disks()[0];
     let target = File::create_new(place.disk.with_extension("export")).unwrap();
@@ -348,7 +348,7 @@ fn an_export_that_is_given_up_leaves_nothing() {
 
 #[test]
 fn a_kill_during_an_export_leaves_nothing() {
-    let place = Place::empty();
+    let place = TestDisk::empty();
     let (store, _) = modified(&place, Retention::All);
     let disk = &store.disks()[0];
     let target = File::create_new(place.disk.with_extension("export")).unwrap();
@@ -385,7 +385,7 @@ fn a_kill_during_an_export_leaves_nothing() {
 /// end.
 #[test]
 fn an_export_ends_when_a_restore_in_place_leaves_no_room_for_it() {
-    let place = Place::empty();
+    let place = TestDisk::empty();
     let (store, _) = modified(&place, Retention::All);
     let disk = &store.disks()[0];
     let horizon = disk.history().horizon.lsn;
@@ -409,7 +409,7 @@ fn an_export_ends_when_a_restore_in_place_leaves_no_room_for_it() {
 #[test]
 fn an_export_that_does_nothing_holds_up_no_writer() {
     for retain in [Retention::Nothing, Retention::All] {
-        let place = Place::empty();
+        let place = TestDisk::empty();
         let (store, state) = modified(&place, retain);
         let path = place.disk.with_extension("export");
         let target = File::create_new(&path).unwrap();
@@ -435,7 +435,7 @@ fn an_export_that_does_nothing_holds_up_no_writer() {
 #[test]
 fn a_reader_of_a_point_gives_way_to_a_guest_that_fills_the_log() {
     for retain in [Retention::Nothing, Retention::All] {
-        let place = Place::empty();
+        let place = TestDisk::empty();
         let (store, state) = modified(&place, retain);
         let disk = &store.disks()[0];
         let mut reader = disk.reader_at(Point::Newest).unwrap();

@@ -10,7 +10,7 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::time::{Duration, Instant};
 
-use support::{MemoryFs, Place, copy_image, flush, mark, read, small, write};
+use support::{MemoryFs, TestDisk, copy_image, flush, mark, read, small, write};
 use walvisor_storage::{
     DiskOptions, EngineKind, Error, ErrorKind, Image, Store, create_disk, discard_log, import_disk,
     inspect,
@@ -19,7 +19,7 @@ use walvisor_storage::{
 const SIZE: u64 = 1 << 20;
 
 /// Two disks on one log, with the same file name and size, in directories of their own.
-struct Site {
+struct TestDir {
     /// The directory that contains `vms`.
     top: PathBuf,
     attributes: bool,
@@ -29,10 +29,10 @@ struct Site {
 }
 
 /// Runs the test on a file system with attributes and on one without.
-fn each_file_system(test: impl Fn(&Site)) {
+fn each_file_system(test: impl Fn(&TestDir)) {
     let dir = tempfile::tempdir().unwrap();
     let top = dir.path().to_owned();
-    let site = Site::new(top, dir, None);
+    let site = TestDir::new(top, dir, None);
     if site.attributes {
         test(&site)
     } else {
@@ -44,14 +44,14 @@ fn each_file_system(test: impl Fn(&Site)) {
     // ramfs has no user attributes, no birth times, and no O_DIRECT.
     if let Some(small) = MemoryFs::ramfs() {
         let dir = tempfile::tempdir().unwrap();
-        let site = Site::new(small.path().to_owned(), dir, Some(small));
+        let site = TestDir::new(small.path().to_owned(), dir, Some(small));
         assert!(!site.attributes);
         test(&site);
     }
 }
 
 /// Runs the test only on the file system with attributes.
-fn with_attributes(test: impl Fn(&Site)) {
+fn with_attributes(test: impl Fn(&TestDir)) {
     each_file_system(|site| {
         if site.attributes {
             test(site);
@@ -79,7 +79,7 @@ fn bytes(store: &Store) -> Vec<(u8, u8)> {
         .collect()
 }
 
-impl Site {
+impl TestDir {
     fn new(top: PathBuf, dir: tempfile::TempDir, small: Option<MemoryFs>) -> Self {
         let probe = top.join("probe");
         std::fs::write(&probe, "").unwrap();
@@ -483,7 +483,7 @@ fn the_records_of_a_lost_image_can_be_given_up() {
 /// The disks of a directory that was copied whole are in the same places relative to their log.
 #[test]
 fn disks_copied_together_with_their_log_go_on_beside_the_originals() {
-    let copy = |site: &Site, name: &str, marks: bool| {
+    let copy = |site: &TestDir, name: &str, marks: bool| {
         let to = site.top.join(name);
         for part in ["log", "1", "2"] {
             std::fs::create_dir_all(to.join(part)).unwrap();
@@ -638,7 +638,7 @@ fn the_generation_rises_with_what_is_written() {
 #[test]
 fn both_generations_of_a_checkpoint_that_was_cut_are_accepted() {
     with_attributes(|_| {
-        let place = Place::new();
+        let place = TestDisk::new();
         let store = place.open();
         let mut port = store.disks()[0].open_port().unwrap();
         write(&mut port, 0, 1, 8);

@@ -7,7 +7,7 @@ mod support;
 use std::io::{BufRead, BufReader};
 use std::path::Path;
 
-use support::{Place, flush, read, run, small};
+use support::{TestDisk, flush, read, run, small};
 use walvisor_storage::{Buffer, DiskOptions, EngineKind, Operation, Store, default_log_dir};
 
 /// Writes until killed, as the child process of the test below. Four threads write to sectors of
@@ -45,7 +45,7 @@ fn killed_processes_lose_nothing_acknowledged_and_tear_nothing() {
         let first = std::env::var("WALVISOR_TEST_FIRST").unwrap();
         return write_until_killed(Path::new(&disk), first.parse().unwrap());
     }
-    let place = Place::new();
+    let place = TestDisk::new();
     for round in 0..5u64 {
         // Numbers only grow, so that an earlier round's write is never taken for this round's.
         let first = round * 1_000_000_000 + 1;

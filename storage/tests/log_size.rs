@@ -2,7 +2,7 @@
 
 mod support;
 
-use support::{Place, flush, read, small, write};
+use support::{TestDisk, flush, read, small, write};
 use walvisor_storage::{
     DiskOptions, EngineKind, ErrorKind, Retention, Store, StoreOptions, default_log_dir, resize_log,
 };
@@ -10,7 +10,7 @@ use walvisor_storage::{
 const MIB: u64 = 1 << 20;
 
 /// The numbers of the segment files.
-fn segments(place: &Place) -> Vec<u32> {
+fn segments(place: &TestDisk) -> Vec<u32> {
     let names = std::fs::read_dir(place.log()).unwrap();
     let number = |name: std::ffi::OsString| {
         let number = name.to_str()?.strip_prefix("segment-")?;
@@ -24,7 +24,7 @@ fn segments(place: &Place) -> Vec<u32> {
 }
 
 /// Writes of 64 KiB that are not copied: number `n` is at 128 `n` sectors.
-fn fill(place: &Place, options: &StoreOptions, numbers: std::ops::Range<u8>) -> Place {
+fn fill(place: &TestDisk, options: &StoreOptions, numbers: std::ops::Range<u8>) -> TestDisk {
     let disks = [DiskOptions::new(&place.disk)];
     let store = Store::open(&place.log(), &disks, options).unwrap();
     let mut port = store.disks()[0].open_port().unwrap();
@@ -35,7 +35,7 @@ fn fill(place: &Place, options: &StoreOptions, numbers: std::ops::Range<u8>) -> 
     place.crash()
 }
 
-fn holds(place: &Place, numbers: std::ops::Range<u8>) {
+fn holds(place: &TestDisk, numbers: std::ops::Range<u8>) {
     let disks = [DiskOptions::new(&place.disk)];
     let store = Store::open(&place.log(), &disks, &small(EngineKind::Auto)).unwrap();
     let mut port = store.disks()[0].open_port().unwrap();
@@ -49,7 +49,7 @@ fn holds(place: &Place, numbers: std::ops::Range<u8>) {
 
 #[test]
 fn a_log_grows_and_shrinks_and_keeps_what_it_holds() {
-    let place = Place::new();
+    let place = TestDisk::new();
     let grown = resize_log(&place.log(), 19 * MIB + 1).unwrap();
     assert_eq!((grown.old_size, grown.size), (4 * MIB, 20 * MIB));
     assert_eq!(place.report().max_segments, 20);
@@ -78,7 +78,7 @@ fn a_log_grows_and_shrinks_and_keeps_what_it_holds() {
 /// What the log holds is in its last files, and takes the places of free ones.
 #[test]
 fn a_live_segment_takes_the_place_of_a_free_one() {
-    let place = Place::new();
+    let place = TestDisk::new();
     resize_log(&place.log(), 12 * MIB).unwrap();
     let options = small(EngineKind::Auto);
     let disks = [DiskOptions::new(&place.disk)];
@@ -97,7 +97,7 @@ fn a_live_segment_takes_the_place_of_a_free_one() {
         }
         let killed = place.crash();
         let files = segments(&killed).len() as u64;
-        let want = |place: &Place| {
+        let want = |place: &TestDisk| {
             let raw = place.disk.with_extension("raw");
             walvisor_storage::export_disk(
                 &place.disk,
@@ -125,7 +125,7 @@ fn a_live_segment_takes_the_place_of_a_free_one() {
 /// A size that the next open would undo is refused. One that is not refused stays.
 #[test]
 fn a_log_that_keeps_bytes_is_not_made_smaller_than_these() {
-    let place = Place::new();
+    let place = TestDisk::new();
     let open = |retain| {
         let options = StoreOptions {
             retain,
@@ -160,7 +160,7 @@ fn a_log_that_keeps_bytes_is_not_made_smaller_than_these() {
 /// either slot of the control file knows of it.
 #[test]
 fn rot_of_a_control_slot_disowns_no_segment() {
-    let place = Place::new();
+    let place = TestDisk::new();
     let store = place.open();
     store.disks()[0]
         .set_retain(Retention::Bytes(8 * MIB))
@@ -188,7 +188,7 @@ fn rot_of_a_control_slot_disowns_no_segment() {
 
 #[test]
 fn a_size_that_no_log_can_have_is_refused() {
-    let place = Place::new();
+    let place = TestDisk::new();
     for size in [0, 3 * MIB, (65536 << 20) + 1, u64::MAX] {
         let error = resize_log(&place.log(), size).unwrap_err();
         assert_eq!(error.kind(), ErrorKind::InvalidInput, "{size}");

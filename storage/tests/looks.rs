@@ -6,7 +6,7 @@ mod support;
 use std::path::Path;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use support::{Place, Random, check_look, fill, flush, modify, read, run, wait_until};
+use support::{Random, TestDisk, check_look, fill, flush, modify, read, run, wait_until};
 use walvisor_storage::{
     Backend, DiskOptions, ErrorKind, Look, Operation, Point, Port, Retention, Store, StoreOptions,
     create_disk, scratch_file,
@@ -23,7 +23,7 @@ fn options(retain: Retention, max_segments: u32) -> StoreOptions {
     }
 }
 
-fn open(place: &Place, options: &StoreOptions) -> Store {
+fn open(place: &TestDisk, options: &StoreOptions) -> Store {
     if !place.disk.exists() {
         create_disk(&place.disk, SIZE, &place.log(), options).unwrap();
     }
@@ -97,7 +97,7 @@ fn fill_up(port: &mut Port) -> u64 {
 #[test]
 fn ten_looks_at_once_show_their_points_beside_a_writer() {
     for retain in [Retention::All, Retention::Nothing] {
-        let place = Place::empty();
+        let place = TestDisk::empty();
         let store = open(&place, &options(retain, 64));
         let disk = &store.disks()[0];
         let mut port = disk.open_port().unwrap();
@@ -156,7 +156,7 @@ fn record(lsn: u64) -> (u8, u64) {
 /// after one record.
 #[test]
 fn a_look_at_the_newest_point_is_one_state() {
-    let place = Place::empty();
+    let place = TestDisk::empty();
     let store = open(&place, &options(Retention::All, 64));
     let disk = &store.disks()[0];
     let (made, end) = (AtomicU64::new(0), AtomicU64::new(0));
@@ -213,7 +213,7 @@ fn a_look_at_the_newest_point_is_one_state() {
 #[test]
 fn writes_fail_while_a_look_needs_the_whole_log() {
     for retain in [Retention::All, Retention::Nothing] {
-        let place = Place::empty();
+        let place = TestDisk::empty();
         let store = open(&place, &options(retain, 8));
         let disk = &store.disks()[0];
         let mut port = disk.open_port().unwrap();
@@ -249,7 +249,7 @@ fn names(log: &Path) -> Vec<String> {
 /// The same goes for a store that is closed before them.
 #[test]
 fn looks_end_with_their_process_and_their_store() {
-    let place = Place::empty();
+    let place = TestDisk::empty();
     let options = options(Retention::Nothing, 64);
     let store = open(&place, &options);
     let disk = store.disks()[0].clone();
@@ -288,7 +288,7 @@ fn looks_end_with_their_process_and_their_store() {
 /// A disk whose log keeps history is exported as it is or was, while it is written.
 #[test]
 fn an_export_takes_no_history() {
-    let place = Place::empty();
+    let place = TestDisk::empty();
     let store = open(&place, &options(Retention::All, 64));
     let disk = &store.disks()[0];
     let mut port = disk.open_port().unwrap();
@@ -327,7 +327,7 @@ fn an_export_takes_no_history() {
 /// What is written to a look is seen there alone.
 #[test]
 fn a_look_with_a_scratch_file_takes_writes() {
-    let place = Place::empty();
+    let place = TestDisk::empty();
     let store = open(&place, &options(Retention::All, 64));
     let disk = &store.disks()[0];
     let mut port = disk.open_port().unwrap();
@@ -357,7 +357,7 @@ fn a_look_with_a_scratch_file_takes_writes() {
 /// that has left.
 #[test]
 fn points_are_found_and_refused_as_for_a_disk_that_is_not_in_use() {
-    let place = Place::empty();
+    let place = TestDisk::empty();
     let mut store = open(&place, &options(Retention::All, 64));
     let disk = store.disks()[0].clone();
     let empty = disk.look(Point::Newest, None).unwrap();

@@ -6,7 +6,7 @@ mod support;
 use std::os::unix::fs::FileExt;
 use std::path::PathBuf;
 
-use support::{Place, SIZE, flush, read, run, small, wait_until, write};
+use support::{SIZE, TestDisk, flush, read, run, small, wait_until, write};
 use walvisor_storage::{
     Backend, Commit, DiskOptions, EngineKind, ErrorKind, FullLogPolicy, LogMark, MarkText,
     Operation, Point, RecordKind, Retention, Store, StoreOptions, create_disk, disk_changes,
@@ -25,7 +25,7 @@ fn keeping(retain: Retention) -> StoreOptions {
     }
 }
 
-fn open(place: &Place, options: &StoreOptions) -> Store {
+fn open(place: &TestDisk, options: &StoreOptions) -> Store {
     if !place.disk.exists() {
         create_disk(&place.disk, SIZE, &place.log(), options).unwrap();
     }
@@ -35,7 +35,7 @@ fn open(place: &Place, options: &StoreOptions) -> Store {
 /// A mark as a dump shows it: its place and its text, and where the text is stored.
 type DumpedMark = (Commit, Option<MarkText>, PathBuf, u64);
 
-fn marks(place: &Place) -> Vec<DumpedMark> {
+fn marks(place: &TestDisk) -> Vec<DumpedMark> {
     let mut marks = Vec::new();
     dump_records(&place.log(), &mut |record| {
         if record.kind != RecordKind::Mark {
@@ -55,15 +55,15 @@ fn marks(place: &Place) -> Vec<DumpedMark> {
     marks
 }
 
-fn texts(place: &Place) -> Vec<String> {
+fn texts(place: &TestDisk) -> Vec<String> {
     let texts = marks(place).into_iter();
     let texts = texts.map(|(_, text, ..)| text.unwrap().to_string());
     texts.collect()
 }
 
 /// Writes 1, a mark, writes 2 to the same place, a mark, and is killed.
-fn two_marks() -> (Place, [Commit; 2]) {
-    let live = Place::empty();
+fn two_marks() -> (TestDisk, [Commit; 2]) {
+    let live = TestDisk::empty();
     let store = open(&live, &keeping(Retention::All));
     let mut port = store.disks()[0].open_port().unwrap();
     write(&mut port, 8, 1, 8);
@@ -130,7 +130,7 @@ fn a_mark_is_durable_when_it_is_made_and_its_lsn_is_a_point() {
 
 #[test]
 fn marks_go_with_the_history_around_them() {
-    let place = Place::empty();
+    let place = TestDisk::empty();
     let options = StoreOptions {
         max_segments: 4,
         ..keeping(Retention::Bytes(1 << 20))
@@ -182,7 +182,7 @@ fn damage_of_a_text_costs_that_text_alone() {
 #[test]
 fn a_log_that_takes_no_writes_takes_no_marks() {
     for on_full in [FullLogPolicy::Fail, FullLogPolicy::Pause] {
-        let place = Place::empty();
+        let place = TestDisk::empty();
         let options = StoreOptions {
             on_full,
             ..keeping(Retention::Nothing)

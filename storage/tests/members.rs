@@ -158,7 +158,8 @@ fn disks_come_and_go_while_others_are_written() {
     }
     let [without, with] = all.each_mut().map(|times| p99(times));
     println!(
-        "{cycles} additions and removals: the p99 of the other disks' flushes is {with:?}, without {without:?}"
+        "{cycles} additions and removals: the p99 of the other disks' flushes is {with:?}, without \
+         {without:?}"
     );
 
     // A crash now: no FLUSH that was acknowledged is lost. One disk is in the log, and leaves it

@@ -8,7 +8,7 @@ use std::num::NonZeroUsize;
 use std::os::unix::fs::FileExt;
 use std::path::Path;
 
-use support::{MemoryFs, Place, Random, flush, run, write};
+use support::{MemoryFs, Random, TestDisk, flush, run, write};
 use walvisor_storage::{
     DiskOptions, DiskReport, EngineKind, ErrorKind, Operation, Result, Store, StoreOptions,
     export_disk, import_disk, inspect_with_progress,
@@ -37,7 +37,7 @@ fn with_calls<T>(work: impl FnOnce(&mut dyn FnMut(u64, u64)) -> T) -> (T, Vec<(u
     (done, told)
 }
 
-fn check(place: &Place, threads: usize) -> (Result<DiskReport>, Vec<(u64, u64)>) {
+fn check(place: &TestDisk, threads: usize) -> (Result<DiskReport>, Vec<(u64, u64)>) {
     let threads = NonZeroUsize::new(threads);
     with_calls(|progress| inspect_with_progress(&place.disk, &place.log(), threads, progress))
 }
@@ -58,8 +58,8 @@ fn raw_image(path: &Path) {
 }
 
 /// A disk with data in its base image, and over it a log of several segments that was not closed.
-fn unclosed() -> Place {
-    let place = Place::empty();
+fn unclosed() -> TestDisk {
+    let place = TestDisk::empty();
     let raw = place.disk.with_file_name("raw");
     raw_image(&raw);
     import_disk(&place.disk, &raw, &place.log(), &options(2), &mut |_, _| {}).unwrap();
@@ -85,7 +85,7 @@ fn unclosed() -> Place {
 
 #[test]
 fn imports_are_the_same_on_any_number_of_threads() {
-    let place = Place::empty();
+    let place = TestDisk::empty();
     let raw = place.disk.with_file_name("raw");
     raw_image(&raw);
     let wanted = std::fs::read(&raw).unwrap();

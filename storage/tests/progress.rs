@@ -2,12 +2,12 @@
 
 mod support;
 
-use support::{Place, SIZE, flush, small, write};
+use support::{SIZE, TestDisk, flush, small, write};
 use walvisor_storage::{DiskOptions, EngineKind, Store, StoreOptions, create_disk};
 
 #[test]
 fn recovery_tells_of_every_segment_and_of_none_after_a_close() {
-    let place = Place::empty();
+    let place = TestDisk::empty();
     // More than a segment, and less than half of the ring, which would start a checkpoint.
     let options = StoreOptions {
         max_segments: 16,
@@ -21,7 +21,7 @@ fn recovery_tells_of_every_segment_and_of_none_after_a_close() {
     }
     flush(&mut port);
     let crashed = place.crash();
-    let open = |place: &Place| {
+    let open = |place: &TestDisk| {
         let mut told = Vec::new();
         let options = [DiskOptions::new(&place.disk)];
         let store = Store::open_with_progress(

@@ -5,7 +5,7 @@ mod support;
 use std::sync::mpsc::{Receiver, channel};
 use std::time::Duration;
 
-use support::{Place, fill, flush, read, run, small, wait, write};
+use support::{TestDisk, fill, flush, read, run, small, wait, write};
 use walvisor_storage::{
     Backend, BackendQueue, CacheMode, Completion, DiskOptions, EngineKind, ErrorKind, Failure,
     Operation, Port, ReplicaCall, Store, StoreOptions, SyncReplica, create_disk,
@@ -50,7 +50,7 @@ fn ended(port: &mut Port, expected: Result<(), Failure>) {
 fn a_flush_waits_until_the_replica_has_its_records() {
     for group_commit in [true, false] {
         let (place, options) = (
-            Place::new(),
+            TestDisk::new(),
             StoreOptions {
                 group_commit,
                 ..small(EngineKind::Auto)
@@ -80,7 +80,7 @@ fn a_flush_waits_until_the_replica_has_its_records() {
 
 #[test]
 fn one_acknowledgement_completes_every_flush_that_it_covers() {
-    let place = Place::new();
+    let place = TestDisk::new();
     let store = place.open();
     let (replica, calls) = replicate(&store);
     let open = |_| store.disks()[0].open_port().unwrap();
@@ -97,7 +97,7 @@ fn one_acknowledgement_completes_every_flush_that_it_covers() {
 
 #[test]
 fn a_write_through_disk_waits_with_each_write() {
-    let place = Place::new();
+    let place = TestDisk::new();
     let store = place.open_with(EngineKind::Auto, CacheMode::Writethrough);
     let (replica, calls) = replicate(&store);
     let mut port = store.disks()[0].open_port().unwrap();
@@ -111,7 +111,7 @@ fn a_write_through_disk_waits_with_each_write() {
 
 #[test]
 fn a_flush_fails_once_the_replica_is_lost() {
-    let place = Place::new();
+    let place = TestDisk::new();
     let store = place.open();
     let (replica, calls) = replicate(&store);
     let mut port = store.disks()[0].open_port().unwrap();
@@ -137,7 +137,7 @@ fn a_flush_fails_once_the_replica_is_lost() {
 #[test]
 fn a_flush_of_what_an_earlier_process_wrote_waits_too() {
     for closed in [false, true] {
-        let place = Place::new();
+        let place = TestDisk::new();
         let store = place.open();
         let mut port = store.disks()[0].open_port().unwrap();
         write(&mut port, 0, 1, 8);
@@ -160,7 +160,7 @@ fn a_flush_of_what_an_earlier_process_wrote_waits_too() {
 /// Its records may have been on their way to the replica.
 #[test]
 fn a_disk_that_comes_back_waits_for_what_it_wrote_before() {
-    let place = Place::new();
+    let place = TestDisk::new();
     let (other, options) = (place.disk.with_extension("other"), small(EngineKind::Auto));
     create_disk(&other, 1 << 20, &place.log(), &options).unwrap();
     let disks = [&place.disk, &other].map(DiskOptions::new);
@@ -186,7 +186,7 @@ fn a_disk_that_comes_back_waits_for_what_it_wrote_before() {
 
 #[test]
 fn the_log_goes_on_while_flushes_wait_for_the_replica() {
-    let place = Place::new();
+    let place = TestDisk::new();
     let store = place.open();
     let (replica, calls) = replicate(&store);
     let again = store.disks()[0].replicate(|_| ());

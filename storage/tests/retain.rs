@@ -5,7 +5,7 @@ mod support;
 use std::os::unix::fs::FileExt;
 use std::path::Path;
 
-use support::{Place, fill, flush, read, run, wait_until, write};
+use support::{TestDisk, fill, flush, read, run, wait_until, write};
 use walvisor_storage::{
     Allocation, Backend, Disk, DiskOptions, ErrorKind, LogHistory, Operation, Point, Retention,
     Store, StoreOptions, create_disk, disk_changes, export_disk, inspect, leave_log, resize_disk,
@@ -25,11 +25,11 @@ fn options(retain: Retention) -> StoreOptions {
     }
 }
 
-fn create(place: &Place, retain: Retention) {
+fn create(place: &TestDisk, retain: Retention) {
     create_disk(&place.disk, SIZE, &place.log(), &options(retain)).unwrap();
 }
 
-fn open(place: &Place, retain: Option<Retention>) -> Store {
+fn open(place: &TestDisk, retain: Option<Retention>) -> Store {
     let options = StoreOptions {
         retain,
         ..options(Retention::Nothing)
@@ -79,7 +79,7 @@ fn state(lsn: u64) -> Vec<u8> {
     bytes
 }
 
-fn at(place: &Place, lsn: u64) -> Result<Vec<u8>, walvisor_storage::Error> {
+fn at(place: &TestDisk, lsn: u64) -> Result<Vec<u8>, walvisor_storage::Error> {
     let new = place.disk.with_extension("new");
     restore_disk(
         &place.disk,
@@ -95,7 +95,7 @@ fn at(place: &Place, lsn: u64) -> Result<Vec<u8>, walvisor_storage::Error> {
 }
 
 /// The oldest state that comes back; it and some of the later ones are as they were.
-fn horizon(place: &Place, newest: u64) -> u64 {
+fn horizon(place: &TestDisk, newest: u64) -> u64 {
     let is_there = |lsn: u64| match at(place, lsn) {
         Ok(bytes) => {
             assert!(bytes == state(lsn), "LSN {lsn}");
@@ -125,7 +125,7 @@ fn horizon(place: &Place, newest: u64) -> u64 {
     there
 }
 
-fn export(place: &Place) -> Vec<u8> {
+fn export(place: &TestDisk) -> Vec<u8> {
     let new = place.disk.with_extension("export");
     export_disk(&place.disk, &place.log(), &new, false, None, &mut |_, _| {}).unwrap();
     let bytes = std::fs::read(&new).unwrap();
@@ -135,7 +135,7 @@ fn export(place: &Place) -> Vec<u8> {
 
 #[test]
 fn a_log_keeps_the_bytes_that_it_is_to_keep() {
-    let place = Place::empty();
+    let place = TestDisk::empty();
     let kept = 1 << 20;
     create(&place, Retention::Bytes(kept));
     let mut newest = 0;
@@ -160,7 +160,7 @@ fn a_log_keeps_the_bytes_that_it_is_to_keep() {
 
 #[test]
 fn a_full_log_gives_up_the_oldest_history_and_writes_go_on() {
-    let place = Place::empty();
+    let place = TestDisk::empty();
     create(&place, Retention::All);
     let store = open(&place, None);
     make(&store.disks()[0], 1..=3000);
@@ -182,7 +182,7 @@ fn a_full_log_gives_up_the_oldest_history_and_writes_go_on() {
 /// A checkpoint that somebody asks for copies everything, and what was kept is gone.
 #[test]
 fn a_checkpoint_gives_up_the_history() {
-    let place = Place::empty();
+    let place = TestDisk::empty();
     create(&place, Retention::All);
     let store = open(&place, None);
     make(&store.disks()[0], 1..=50);
@@ -196,7 +196,7 @@ fn a_checkpoint_gives_up_the_history() {
 /// given up. What the disk has now is not affected.
 #[test]
 fn damage_in_the_history_costs_the_history_alone() {
-    let place = Place::empty();
+    let place = TestDisk::empty();
     create(&place, Retention::All);
     let store = open(&place, None);
     let mut port = store.disks()[0].open_port().unwrap();
@@ -233,7 +233,7 @@ fn damage_in_the_history_costs_the_history_alone() {
 /// of it then.
 #[test]
 fn the_log_tells_which_history_it_has() {
-    let place = Place::empty();
+    let place = TestDisk::empty();
     create(&place, Retention::Bytes(1 << 20));
     let tell = |lsns, snapshot: Option<&str>| {
         let store = open(&place, None);
@@ -277,7 +277,7 @@ fn the_log_tells_which_history_it_has() {
 /// What a log keeps takes segment files beside those that it had, and only once.
 #[test]
 fn the_log_gets_room_for_the_bytes_that_it_keeps() {
-    let place = Place::empty();
+    let place = TestDisk::empty();
     create(&place, Retention::Nothing);
     let most = |place: &Path| {
         inspect(place, &place.with_extension("img.wal"))
@@ -306,7 +306,7 @@ fn the_log_gets_room_for_the_bytes_that_it_keeps() {
 
 #[test]
 fn a_snapshot_stays_until_it_is_deleted() {
-    let place = Place::empty();
+    let place = TestDisk::empty();
     create(&place, Retention::Nothing);
     let store = open(&place, None);
     let disk = &store.disks()[0];
@@ -366,7 +366,7 @@ fn a_snapshot_stays_until_it_is_deleted() {
     assert_eq!(std::fs::read(&place.disk).unwrap(), state(150));
 }
 
-fn saved_files(place: &Place) -> usize {
+fn saved_files(place: &TestDisk) -> usize {
     let names = std::fs::read_dir(place.log()).unwrap();
     let names = names.map(|entry| entry.unwrap().file_name());
     names
@@ -378,7 +378,7 @@ fn saved_files(place: &Place) -> usize {
 /// are seen by looks too.
 #[test]
 fn a_log_goes_round_under_its_snapshots() {
-    let place = Place::empty();
+    let place = TestDisk::empty();
     create(&place, Retention::Nothing);
     let mut store = open(&place, None);
     let names = ["a", "b", "c", "d"].map(|name| name.parse().unwrap());
@@ -460,7 +460,7 @@ fn a_log_goes_round_under_its_snapshots() {
 /// A snapshot of one disk costs nothing for what others write, and is none of the others.
 #[test]
 fn a_snapshot_of_one_disk_keeps_nothing_of_another() {
-    let (place, other) = (Place::empty(), Place::empty());
+    let (place, other) = (TestDisk::empty(), TestDisk::empty());
     create(&place, Retention::Nothing);
     create_disk(
         &other.disk,
@@ -510,7 +510,7 @@ fn a_snapshot_of_one_disk_keeps_nothing_of_another() {
 /// ended.
 #[test]
 fn writes_fail_while_a_look_needs_the_whole_log() {
-    let place = Place::empty();
+    let place = TestDisk::empty();
     create(&place, Retention::Nothing);
     let store = open(&place, None);
     let disk = &store.disks()[0];
@@ -543,7 +543,7 @@ fn writes_fail_while_a_look_needs_the_whole_log() {
 
 #[test]
 fn how_much_is_kept_changes_while_the_log_is_in_use() {
-    let place = Place::empty();
+    let place = TestDisk::empty();
     create(&place, Retention::Nothing);
     let store = open(&place, None);
     let disk = &store.disks()[0];
@@ -562,7 +562,7 @@ fn how_much_is_kept_changes_while_the_log_is_in_use() {
 /// done on purpose.
 #[test]
 fn a_disk_with_history_is_not_shrunk_and_does_not_leave_its_log() {
-    let place = Place::empty();
+    let place = TestDisk::empty();
     create(&place, Retention::All);
     let store = open(&place, None);
     make(&store.disks()[0], 1..=50);
@@ -590,7 +590,7 @@ fn a_disk_with_history_is_not_shrunk_and_does_not_leave_its_log() {
 /// all of them.
 #[test]
 fn a_disk_with_history_leaves_and_comes_back() {
-    let place = Place::empty();
+    let place = TestDisk::empty();
     create(&place, Retention::All);
     let other = place.disk.with_extension("other");
     create_disk(&other, SIZE, &place.log(), &options(Retention::All)).unwrap();

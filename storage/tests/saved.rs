@@ -29,14 +29,14 @@ fn open(disk: &Path, log: &Path) -> Result<Store, Error> {
 }
 
 /// A disk in a directory, which is on a file system with attributes or on one without.
-struct Site {
+struct TestDir {
     top: PathBuf,
     // Dropped before `_dir`: the file system is unmounted before its directory is removed.
     _small: Option<MemoryFs>,
     _dir: tempfile::TempDir,
 }
 
-impl Site {
+impl TestDir {
     fn disk(&self) -> PathBuf {
         self.top.join("disk.img")
     }
@@ -51,15 +51,15 @@ impl Site {
 }
 
 /// Runs the test on a file system with attributes and on one without.
-fn each_file_system(test: impl Fn(&Site)) {
+fn each_file_system(test: impl Fn(&TestDir)) {
     let dir = tempfile::tempdir().unwrap();
-    test(&Site {
+    test(&TestDir {
         top: dir.path().to_owned(),
         _small: None,
         _dir: dir,
     });
     if let Some(small) = MemoryFs::ramfs() {
-        test(&Site {
+        test(&TestDir {
             top: small.path().to_owned(),
             _small: Some(small),
             _dir: tempfile::tempdir().unwrap(),
@@ -80,7 +80,7 @@ fn paint(disk: &Disk, byte: u8) {
 /// first half has been overwritten since, with twos. So the second half of the snapshot is in the
 /// image alone. `saved`: the image has the twos, and saved files the ones. Else the log still has
 /// the twos. Returns a copy of the image as it was before there was anything.
-fn with_snapshot(site: &Site, saved: bool) -> PathBuf {
+fn with_snapshot(site: &TestDir, saved: bool) -> PathBuf {
     let (disk, log) = (site.disk(), site.log());
     create_disk(&disk, SIZE, &log, &options()).unwrap();
     site.open().close().unwrap();
@@ -108,13 +108,13 @@ fn monday() -> Point {
     Point::Snapshot("monday".parse().unwrap())
 }
 
-fn restored(site: &Site) -> Result<Vec<u8>, Error> {
+fn restored(site: &TestDir) -> Result<Vec<u8>, Error> {
     let new = site.top.join("new");
     support::restored(&site.disk(), &site.log(), monday(), &new)
 }
 
 /// Each way to see the snapshot of the disk while it is not in use.
-fn closed_ways(site: &Site) -> Vec<(&'static str, Result<(), Error>)> {
+fn closed_ways(site: &TestDir) -> Vec<(&'static str, Result<(), Error>)> {
     let (disk, log) = (site.disk(), site.log());
     let [clone, clone_log] = ["clone", "clone.wal"].map(|name| site.top.join(name));
     let cloned = clone_disk(
@@ -143,7 +143,7 @@ fn closed_ways(site: &Site) -> Vec<(&'static str, Result<(), Error>)> {
 }
 
 #[track_caller]
-fn expect_refused(site: &Site, ways: Vec<(&'static str, Result<(), Error>)>, part: &str) {
+fn expect_refused(site: &TestDir, ways: Vec<(&'static str, Result<(), Error>)>, part: &str) {
     let disk = site.disk();
     for (way, seen) in ways {
         let error = seen.expect_err(way);
@@ -155,13 +155,13 @@ fn expect_refused(site: &Site, ways: Vec<(&'static str, Result<(), Error>)>, par
 }
 
 /// What `disk check` says of the snapshots.
-fn faults(site: &Site) -> Vec<SnapshotFault> {
+fn faults(site: &TestDir) -> Vec<SnapshotFault> {
     let report = inspect(&site.disk(), &site.log()).unwrap();
     report.log.unwrap().snapshot_faults
 }
 
 #[track_caller]
-fn expect_fault(site: &Site, part: &str) {
+fn expect_fault(site: &TestDir, part: &str) {
     let found = faults(site);
     assert_eq!(found.len(), 1, "{found:?}");
     let monday = found[0]
@@ -173,7 +173,7 @@ fn expect_fault(site: &Site, part: &str) {
 }
 
 /// Puts something else in the place of the image.
-type Replace = fn(&Site, &Path);
+type Replace = fn(&TestDir, &Path);
 
 const REPLACED: [(&str, Replace); 5] = [
     ("an older copy", |site, backup| {
@@ -213,7 +213,7 @@ fn a_snapshot_is_never_shown_over_another_image() {
                 assert!(restored(site).unwrap() == vec![1; SIZE as usize]);
                 let kept = site.top.join("kept");
                 std::fs::rename(site.disk(), &kept).unwrap();
-                let own = |site: &Site| {
+                let own = |site: &TestDir| {
                     // On a file system without attributes a copy is another image.
                     let _ = std::fs::remove_file(site.disk());
                     std::fs::rename(&kept, site.disk()).unwrap();
@@ -300,7 +300,7 @@ fn a_check_tells_of_damage_in_saved_files() {
     ];
     for (what, damage) in damages {
         let dir = tempfile::tempdir().unwrap();
-        let site = Site {
+        let site = TestDir {
             top: dir.path().to_owned(),
             _small: None,
             _dir: dir,
@@ -331,7 +331,7 @@ fn a_look_is_opened_on_a_full_file_system() {
     let Some(small) = MemoryFs::tmpfs("size=24m") else {
         return;
     };
-    let site = Site {
+    let site = TestDir {
         top: small.path().to_owned(),
         _small: Some(small),
         _dir: tempfile::tempdir().unwrap(),
@@ -476,7 +476,7 @@ fn the_checksums_of_saved_files_are_counted() {
 }
 
 /// What the disk at this path was as of a snapshot.
-fn as_of(site: &Site, disk: &Path, name: &str) -> Result<Vec<u8>, Error> {
+fn as_of(site: &TestDir, disk: &Path, name: &str) -> Result<Vec<u8>, Error> {
     let (new, point) = (site.top.join("new"), Point::Snapshot(name.parse().unwrap()));
     restore_disk(disk, &site.log(), point, &new, None, &mut |_, _| {})?;
     let bytes = std::fs::read(&new).unwrap();
@@ -484,9 +484,9 @@ fn as_of(site: &Site, disk: &Path, name: &str) -> Result<Vec<u8>, Error> {
     Ok(bytes)
 }
 
-fn on_this_file_system() -> Site {
+fn on_this_file_system() -> TestDir {
     let dir = tempfile::tempdir().unwrap();
-    Site {
+    TestDir {
         top: dir.path().to_owned(),
         _small: None,
         _dir: dir,

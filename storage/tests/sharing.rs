@@ -9,7 +9,7 @@ use std::path::Path;
 use std::sync::{Barrier, mpsc};
 use std::thread;
 
-use support::{Place, flush, read, small, write};
+use support::{TestDisk, flush, read, small, write};
 use walvisor_storage::{
     DiskOptions, EngineKind, ErrorKind, Image, Store, StoreOptions, create_disk, export_disk,
     import_disk, inspect,
@@ -117,7 +117,7 @@ fn of_two_that_open_a_new_log_at_once_one_does_and_loses_nothing() {
 /// No other user can read in a log or in a copy what the image's mode denies.
 #[test]
 fn a_log_is_its_owners_alone_and_copies_are_as_their_image() {
-    let place = Place::new();
+    let place = TestDisk::new();
     let dir = place.disk.parent().unwrap();
     assert_eq!(mode(&place.log()), 0o700);
     for entry in std::fs::read_dir(place.log()).unwrap() {
@@ -163,7 +163,7 @@ fn links_that_others_planted_are_refused() {
 /// one with the name of a segment that the log can't have is reported.
 #[test]
 fn files_that_the_log_cannot_have_are_told_or_left_alone() {
-    let place = Place::new();
+    let place = TestDisk::new();
     let segment = place.log().join("segment-00000");
     for name in [
         "segment-0",

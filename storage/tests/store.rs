@@ -5,7 +5,7 @@ mod support;
 
 use std::time::{Duration, Instant};
 
-use support::{Place, Random, SIZE, fill, flush, read, run, small, wait_all, wait_until, write};
+use support::{Random, SIZE, TestDisk, fill, flush, read, run, small, wait_all, wait_until, write};
 use walvisor_storage::{
     Backend, BackendQueue, Buffer, CacheMode, CommitWait, DiskOptions, EngineKind, Failure,
     Operation, Port, Store, StoreOptions, create_disk, default_log_dir,
@@ -27,7 +27,7 @@ fn together(count: u32) -> CommitWait {
 #[test]
 fn reads_merge_memory_log_base_and_zeroes() {
     for engine in engines() {
-        let place = Place::new();
+        let place = TestDisk::new();
         let store = place.open_with(engine, CacheMode::Writeback);
         let mut port = store.disks()[0].open_port().unwrap();
         write(&mut port, 0, 1, 64);
@@ -86,7 +86,7 @@ fn reads_merge_memory_log_base_and_zeroes() {
 #[test]
 fn flushed_writes_survive_a_crash_and_a_crash_after_that() {
     for engine in engines() {
-        let place = Place::new();
+        let place = TestDisk::new();
         let store = place.open_with(engine, CacheMode::Writeback);
         let mut port = store.disks()[0].open_port().unwrap();
         for i in 0..40u64 {
@@ -121,7 +121,7 @@ fn flushed_writes_survive_a_crash_and_a_crash_after_that() {
 
 #[test]
 fn a_flush_with_nothing_new_costs_no_sync_and_concurrent_flushes_share_one() {
-    let place = Place::new();
+    let place = TestDisk::new();
     let disks = [DiskOptions::new(&place.disk)];
     let options = StoreOptions {
         commit_wait: together(4),
@@ -163,7 +163,7 @@ fn a_flush_with_nothing_new_costs_no_sync_and_concurrent_flushes_share_one() {
 #[test]
 fn without_group_commit_each_flush_costs_a_write_and_a_sync() {
     for engine in engines() {
-        let place = Place::new();
+        let place = TestDisk::new();
         let options = StoreOptions {
             group_commit: false,
             ..small(engine)
@@ -196,7 +196,7 @@ fn without_group_commit_each_flush_costs_a_write_and_a_sync() {
 #[test]
 fn with_a_write_per_waiter_a_group_has_many_writes_and_one_sync() {
     for clients in [1u64, 4, 128, 256] {
-        let place = Place::new();
+        let place = TestDisk::new();
         let options = StoreOptions {
             write_per_waiter: true,
             commit_wait: together(clients as u32),
@@ -243,7 +243,7 @@ fn with_a_write_per_waiter_a_group_has_many_writes_and_one_sync() {
 /// Every write and every sync of the log costs an operation and takes its latency; reads do not.
 #[test]
 fn a_slow_medium_is_charged_for_writes_and_syncs() {
-    let place = Place::new();
+    let place = TestDisk::new();
     let operation_latency = Duration::from_millis(20);
     let options = StoreOptions {
         operation_latency,
@@ -288,7 +288,7 @@ fn batches_are_written_while_a_group_syncs() {
 
 /// Whether 256 KiB of log were written while a sync of this `latency` was under way.
 fn writes_beside_a_sync(engine: EngineKind, latency: Duration) -> bool {
-    let place = Place::new();
+    let place = TestDisk::new();
     let options = StoreOptions {
         sync_latency: latency,
         ..small(engine)
@@ -322,7 +322,7 @@ fn writes_beside_a_sync(engine: EngineKind, latency: Duration) -> bool {
 #[test]
 fn a_group_waits_for_others_to_join() {
     for engine in engines() {
-        let place = Place::new();
+        let place = TestDisk::new();
         let options = StoreOptions {
             commit_wait: together(3),
             ..small(engine)
@@ -377,7 +377,7 @@ fn a_group_waits_for_others_to_join() {
 
 #[test]
 fn an_injected_latency_is_added_to_each_sync() {
-    let place = Place::new();
+    let place = TestDisk::new();
     let sync_latency = Duration::from_millis(30);
     let options = StoreOptions {
         sync_latency,
@@ -394,7 +394,7 @@ fn an_injected_latency_is_added_to_each_sync() {
 
 #[test]
 fn writethrough_writes_are_durable_when_they_complete() {
-    let place = Place::new();
+    let place = TestDisk::new();
     let store = place.open_with(EngineKind::Auto, CacheMode::Writethrough);
     let disk = store.disks()[0].clone();
     let mut port = disk.open_port().unwrap();
@@ -417,7 +417,7 @@ fn writethrough_writes_are_durable_when_they_complete() {
 #[test]
 fn the_ring_wraps_many_times_and_nothing_is_lost() {
     for engine in engines() {
-        let place = Place::new();
+        let place = TestDisk::new();
         let store = place.open_with(engine, CacheMode::Writeback);
         let mut port = store.disks()[0].open_port().unwrap();
         let mut random = Random(12345);
@@ -501,7 +501,7 @@ fn one_log_serves_several_disks_with_one_sync() {
 
 #[test]
 fn requests_outside_the_disk_fail_and_read_only_disks_refuse_writes() {
-    let place = Place::new();
+    let place = TestDisk::new();
     {
         let store = place.open();
         let mut port = store.disks()[0].open_port().unwrap();
@@ -566,7 +566,7 @@ fn requests_outside_the_disk_fail_and_read_only_disks_refuse_writes() {
 /// What front-ends promise of a write rests on promise 2, which is about one record.
 #[test]
 fn the_longest_atomic_write_is_one_record() {
-    let place = Place::new();
+    let place = TestDisk::new();
     let store = place.open();
     let most = store.disks()[0].max_atomic_bytes() / 512;
     assert_eq!(most, (256 << 10) / 512, "a quarter of a segment");
@@ -583,7 +583,7 @@ fn the_longest_atomic_write_is_one_record() {
 
 #[test]
 fn many_threads_share_syncs() {
-    let place = Place::new();
+    let place = TestDisk::new();
     let store = place.open();
     std::thread::scope(|scope| {
         for thread in 0..8u64 {
@@ -612,7 +612,7 @@ fn many_threads_share_syncs() {
 /// too.
 #[test]
 fn records_without_payload_are_checkpointed_before_they_are_too_many() {
-    let place = Place::new();
+    let place = TestDisk::new();
     let store = place.open();
     let mut port = store.disks()[0].open_port().unwrap();
     // More than twice the limit of a million records.

@@ -7,7 +7,7 @@ use std::fs::File;
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 
-use support::{Place, SIZE, flush, read, run, small, wait_until, write};
+use support::{SIZE, TestDisk, flush, read, run, small, wait_until, write};
 use walvisor_storage::{
     DamagedHeader, DiskOptions, EngineKind, ErrorKind, Failure, Operation, Store, StoreOptions,
     create_disk, dump_records, inspect,
@@ -22,7 +22,7 @@ const FOOTER: usize = 56;
 /// A record: its LSN, its segment file, and its payload's place there.
 type Record = (u64, PathBuf, u64);
 
-fn records(place: &Place) -> Vec<Record> {
+fn records(place: &TestDisk) -> Vec<Record> {
     let mut found = Vec::new();
     dump_records(&place.log(), &mut |record| {
         assert!(!record.damaged);
@@ -58,14 +58,14 @@ fn options() -> StoreOptions {
     }
 }
 
-fn open(place: &Place) -> Store {
+fn open(place: &TestDisk) -> Store {
     Store::open(&place.log(), &[DiskOptions::new(&place.disk)], &options()).unwrap()
 }
 
 /// A log of three segments, as a killed process leaves it: the first two are sealed. Each write
 /// fills its own place with its LSN.
-fn three_segments() -> Place {
-    let place = Place::empty();
+fn three_segments() -> TestDisk {
+    let place = TestDisk::empty();
     create_disk(&place.disk, SIZE, &place.log(), &options()).unwrap();
     let store = open(&place);
     let mut port = store.disks()[0].open_port().unwrap();
@@ -88,7 +88,7 @@ fn three_segments() -> Place {
 
 /// Asserts that all writes up to the one with this LSN are there, and no later one.
 #[track_caller]
-fn holds(place: &Place, last: u64) {
+fn holds(place: &TestDisk, last: u64) {
     let report = inspect(&place.disk, &place.log()).unwrap().log.unwrap();
     assert_eq!(report.last_lsn, last);
     assert!(report.damaged.is_empty());

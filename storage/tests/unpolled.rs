@@ -2,7 +2,7 @@
 
 mod support;
 
-use support::{Place, wait};
+use support::{TestDisk, wait};
 use walvisor_storage::{
     BackendQueue, Buffer, Completion, DiskOptions, Operation, Store, StoreOptions,
 };
@@ -10,7 +10,7 @@ use walvisor_storage::{
 const MIB: u64 = 1 << 20;
 const BLOCK: usize = 4096;
 
-fn open(place: &Place, options: &StoreOptions) -> Store {
+fn open(place: &TestDisk, options: &StoreOptions) -> Store {
     Store::open(&place.log(), &[DiskOptions::new(&place.disk)], options).unwrap()
 }
 
@@ -30,7 +30,7 @@ fn serve(port: &mut dyn BackendQueue, count: usize) -> Vec<Completion> {
 /// A port takes the records of all into a batch, and its owner has nothing to wait for.
 #[test]
 fn a_batch_does_not_wait_for_the_port_that_took_it() {
-    let place = Place::new();
+    let place = TestDisk::new();
     let store = open(&place, &StoreOptions::default());
     let disk = &store.disks()[0];
     let mut served = disk.open_port().unwrap();
@@ -50,7 +50,7 @@ fn a_batch_does_not_wait_for_the_port_that_took_it() {
 /// Reads that nobody takes do not keep the log from going around its ring.
 #[test]
 fn reads_that_nobody_takes_pin_no_segment_for_long() {
-    let place = Place::new();
+    let place = TestDisk::new();
     let store = open(&place, &StoreOptions::default());
     let disk = &store.disks()[0];
     let [mut left, mut served] = [(); 2].map(|()| disk.open_port().unwrap());
@@ -80,7 +80,7 @@ fn reads_that_nobody_takes_pin_no_segment_for_long() {
 /// A thread that panics between a request and its completion takes only its own requests along.
 #[test]
 fn a_thread_that_panics_stops_no_other() {
-    let place = Place::new();
+    let place = TestDisk::new();
     let store = open(&place, &StoreOptions::default());
     let disk = &store.disks()[0];
     let mut served = disk.open_port().unwrap();

@@ -59,7 +59,8 @@ fn a_disk_works_beside_hostile_front_ends_of_another() {
     let daemon = serve(
         dir,
         &format!(
-            "--memory-limit {LIMIT_MIB}M --disk path=a,log=log,socket=s,queues=4 --disk path=b,log=log,socket=t"
+            "--memory-limit {LIMIT_MIB}M --disk path=a,log=log,socket=s,queues=4 --disk \
+             path=b,log=log,socket=t"
         ),
     );
     let program = env!("CARGO_BIN_EXE_hostile-vhost-user");
@@ -83,7 +84,8 @@ fn a_disk_works_beside_hostile_clients_of_another() {
     let daemon = Daemon::start(
         dir,
         &format!(
-            "--memory-limit {LIMIT_MIB}M --disk path=a,log=log,socket=s --disk path=b,log=log,socket=s"
+            "--memory-limit {LIMIT_MIB}M --disk path=a,log=log,socket=s --disk \
+             path=b,log=log,socket=s"
         ),
     );
     let program = env!("CARGO_BIN_EXE_hostile-nbd");

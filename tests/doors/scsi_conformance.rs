@@ -4,8 +4,8 @@
 use walvisor_tests::{have, run_in_user_mode};
 
 /// Commands that the tests try and that the server does not support.
-const NOT_THERE: &str = "not there: EXTENDEDCOPY ORWRITE PREFETCH10 PREFETCH16 READDEFECTDATA10 READDEFECTDATA12 \
-    RECEIVECOPYRESULT RECEIVE_COPY_RESULTS";
+const NOT_THERE: &str = "not there: EXTENDEDCOPY ORWRITE PREFETCH10 PREFETCH16 READDEFECTDATA10 \
+                         READDEFECTDATA12 RECEIVECOPYRESULT RECEIVE_COPY_RESULTS";
 
 /// The tested disks: one of less than 65536 blocks of 512 bytes (one test reads that many at once,
 /// more than tcm_loop takes), and one of larger blocks.

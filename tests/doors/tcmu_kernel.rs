@@ -85,8 +85,9 @@ fn a_disk_for_guests_is_at_vhost() {
             "added at vhost naa.5001405000000043",
             r#"{"disk":"later","image":"complete","log":"disks/later.img.wal"}"#,
             "added at vhost naa.5001405000000043",
-            "status 1: walvisor: /sys/kernel/config/target/loopback did not exist when this process gave up its rights: run \
-             'modprobe tcm_loop && mkdir /sys/kernel/config/target/loopback', and restart it",
+            "status 1: walvisor: /sys/kernel/config/target/loopback did not exist when this \
+             process gave up its rights: run 'modprobe tcm_loop && mkdir \
+             /sys/kernel/config/target/loopback', and restart it",
             "daemon: status 0",
             "left: 0",
         ]

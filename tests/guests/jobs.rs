@@ -5,7 +5,9 @@
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
-use walvisor_guest_images::{Cache, Error, Job, JobOutcome, Machine, Reporter, Result, obstacle};
+use walvisor_guest_images::{
+    Cache, Error, GuestJob, JobOutcome, Machine, Reporter, Result, obstacle,
+};
 
 /// Runs `script` without a guest: `walvisor` is replaced by a shell.
 fn run(script: &str, seconds: u64, attempts: u32) -> Option<Result<JobOutcome>> {
@@ -14,7 +16,7 @@ fn run(script: &str, seconds: u64, attempts: u32) -> Option<Result<JobOutcome>> 
         return None;
     }
     // `walvisor run` is `sh run` here, which runs the script `run` in the working directory.
-    let mut job = Job::new(script, "/bin/sh").file("input", "from outside");
+    let mut job = GuestJob::new(script, "/bin/sh").file("input", "from outside");
     job.limit = Duration::from_secs(seconds);
     job.attempts = attempts;
     Some(job.run(

@@ -213,7 +213,8 @@ fn batches_ring_and_interrupt_rarely(outcome: &JobOutcome) {
             let (requests, doorbells) = (count("/requests"), count("/doorbells"));
             let (interrupts, job) = (count("/interrupts"), steps[1]);
             println!(
-                "{transport} {job} iodepth 32, {how}: {requests} requests, {:.3} doorbells and {:.3} interrupts a request",
+                "{transport} {job} iodepth 32, {how}: {requests} requests, {:.3} doorbells and \
+                 {:.3} interrupts a request",
                 doorbells as f64 / requests as f64,
                 interrupts as f64 / requests as f64
             );

@@ -362,7 +362,8 @@ fn a_first_guest_installs_a_package_over_its_network() {
     read_until(&mut output, "# ");
     // The gateway's address is this machine.
     type_it(&format!(
-        "echo \"deb [trusted=yes] http://$(ip -4 route show default | cut -d' ' -f3):{port} ./\" >/etc/apt/sources.list"
+        "echo \"deb [trusted=yes] http://$(ip -4 route show default | cut -d' ' -f3):{port} ./\" \
+         >/etc/apt/sources.list"
     ));
     read_until(&mut output, "# ");
     let typed = "apt-get update && apt-get install -y ";

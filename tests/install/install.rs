@@ -143,9 +143,9 @@ fn what_is_installed_can_be_used_and_goes_again() {
         ),
     ] {
         let script = format!(
-            "source share/bash-completion/completions/walvisor && complete -p walvisor >/dev/null && \
-             compopt() {{ :; }} && COMP_WORDS=({words}) && COMP_CWORD={count} && _walvisor_with_disks walvisor {word} {before}; \
-             echo \"${{COMPREPLY[@]}}\""
+            "source share/bash-completion/completions/walvisor && complete -p walvisor >/dev/null \
+             && compopt() {{ :; }} && COMP_WORDS=({words}) && COMP_CWORD={count} && \
+             _walvisor_with_disks walvisor {word} {before}; echo \"${{COMPREPLY[@]}}\""
         );
         let told = run("bash", &["-euc", &script], &usr);
         assert_eq!(told.trim(), offered);

@@ -61,7 +61,7 @@ fn mariadb(make: &str, cuts: usize) {
         ("mariadbd", "mariadb-server-core"),
         ("mariadb", "mariadb-client-core"),
     ];
-    let Some(mut site) = Site::new(&needs) else {
+    let Some(mut site) = TestDir::new(&needs) else {
         return;
     };
     let server = Server {
@@ -79,7 +79,7 @@ fn mariadb(make: &str, cuts: usize) {
 
 #[test]
 fn postgresql_that_writes_directly_needs_no_full_page_writes() {
-    let Some(mut site) = Site::new(&postgresql::NEEDS) else {
+    let Some(mut site) = TestDir::new(&postgresql::NEEDS) else {
         return;
     };
     let files = postgresql::prepare(&["--data-checksums", "--wal-segsize=1"]).unwrap();
@@ -100,7 +100,7 @@ fn postgresql_that_writes_directly_needs_no_full_page_writes() {
 
 #[test]
 fn sqlite_keeps_what_it_acknowledged_with_either_journal() {
-    let Some(mut site) = Site::new(&[("sqlite3", "sqlite3")]) else {
+    let Some(mut site) = TestDir::new(&[("sqlite3", "sqlite3")]) else {
         return;
     };
     let cuts = 2;
@@ -132,7 +132,7 @@ fn sqlite_keeps_what_it_acknowledged_with_either_journal() {
 
 /// A disk, the commits acknowledged to its clients, and the random choices of when to cut the
 /// power.
-struct Site {
+struct TestDir {
     dir: TempDir,
     random: Random,
     /// The number of each client's last acknowledged commit. The numbers begin with 1.
@@ -141,7 +141,7 @@ struct Site {
     cuts: u32,
 }
 
-impl Site {
+impl TestDir {
     /// Returns `None` if a program is missing and cannot be installed, after printing why.
     fn new(needs: &[(&str, &str)]) -> Option<Self> {
         let mut all = vec![
@@ -368,7 +368,8 @@ fn whole_pages(writes: &[(u64, u64)], report: &[String], page: u64) -> u64 {
                 let place = from - start + in_file * BLOCK;
                 assert!(
                     place.is_multiple_of(page) && (to - from).is_multiple_of(page),
-                    "a record has a part of a page: bytes {first} to {after} of the disk, the extent is {line}"
+                    "a record has a part of a page: bytes {first} to {after} of the disk, the \
+                     extent is {line}"
                 );
                 pages += (to - from) / page;
             }

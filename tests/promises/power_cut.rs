@@ -191,7 +191,8 @@ fn judged(kind: Kind, seed: u64, points: &str) -> Outcome {
     };
     let commands = [
         format!(
-            "{program} record /mnt/out {file_system} {engine} {fault_name} {load} {seed} {OPERATIONS} {walvisor}"
+            "{program} record /mnt/out {file_system} {engine} {fault_name} {load} {seed} \
+             {OPERATIONS} {walvisor}"
         ),
         format!("{program} judge /mnt/out {points} {walvisor}{first}"),
     ];

@@ -20,9 +20,11 @@ serve() {
     done
 }
 export_at() { nbd-client -unix n "/dev/nbd$1" -N "$2" >attached 2>&1 || { cat attached; exit 1; }; }
+# serve_three NAME [,KEY=VALUE...]: the keys are those of the log.
 serve_three() {
-    serve "$1" 3 --disk path=a.img,log=log,door=vhost-user,socket=v --disk path=b.img,log=log,door=nbd,socket=n \
-        --disk path=c.img,log=log,door=tcmu
+    log=log=log$2
+    serve "$1" 3 --disk path=a.img,"$log",door=vhost-user,socket=v --disk path=b.img,"$log",door=nbd,socket=n \
+        --disk path=c.img,"$log",door=tcmu
     export_at 0 b.img
     disks="v /dev/nbd0 /dev/$(sed -n 's|^serving c: .* at /dev/\([a-z]*\) .*|\1|p' "$1.served")"
 }
@@ -46,16 +48,22 @@ for round in 1 2 3; do
     wait $load || cat "load.$round"
     "$DOORS" check state $disks && say "kill $round: nothing lost"
 done
-# Nothing kills this one.
-"$DOORS" load state $disks --writes 300 >three.load 2>&1 || cat three.load
 nbd-client -d /dev/nbd0 >/dev/null
 stop "round-$round"
+
+# What a sync serves. The files of this kernel's one processor sync at once, so that a group forms only if it waits.
+wait_for_three=,commit-wait-count=3,commit-wait-usec=100000
+serve_three three $wait_for_three
+"$DOORS" load state $disks --writes 300 >three.load 2>&1 || cat three.load
+nbd-client -d /dev/nbd0 >/dev/null
+stop three
 for disk in a b c; do "$WALVISOR" disk check $disk.img --log log >/dev/null && say "$disk: checked"; done
 
 # The same through one door.
 for disk in d e f; do "$WALVISOR" disk create $disk.img --size 16M --log nbd.log || exit; done
-serve one 3 --disk path=d.img,log=nbd.log,door=nbd,socket=n --disk path=e.img,log=nbd.log,door=nbd,socket=n \
-    --disk path=f.img,log=nbd.log,door=nbd,socket=n
+log=log=nbd.log$wait_for_three
+serve one 3 --disk path=d.img,"$log",door=nbd,socket=n --disk path=e.img,"$log",door=nbd,socket=n \
+    --disk path=f.img,"$log",door=nbd,socket=n
 export_at 1 d.img && export_at 2 e.img && export_at 3 f.img
 "$DOORS" load one.state /dev/nbd1 /dev/nbd2 /dev/nbd3 --writes 300 >one.load 2>&1 || cat one.load
 for device in 1 2 3; do nbd-client -d /dev/nbd$device >/dev/null; done

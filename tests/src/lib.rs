@@ -20,8 +20,8 @@ use rustix::fs::{Mode, OFlags, open};
 use rustix::pty::{OpenptFlags, grantpt, openpt, ptsname, unlockpt};
 pub use sessions::run_sessions;
 use walvisor_guest_images::{
-    Cache, GuestImages, Job, JobOutcome, Machine, Metrics, Reporter, UserMode, install_missing,
-    obstacle, walvisor_binary,
+    Cache, GuestImages, GuestJob, JobOutcome, Machine, Metrics, Reporter, UserMode,
+    install_missing, obstacle, walvisor_binary,
 };
 use walvisor_testkit::Process;
 
@@ -280,14 +280,14 @@ fn run_on(
     machine: Machine,
     script: &str,
     files: &[(&str, impl AsRef<[u8]>)],
-    adapt: impl FnOnce(&mut Job),
+    adapt: impl FnOnce(&mut GuestJob),
 ) -> Option<JobOutcome> {
     if let Some(why) = obstacle() {
         println!("skipped: {why}");
         return None;
     }
     let walvisor = walvisor_binary("dev").expect("building walvisor");
-    let mut job = Job::new(script, walvisor);
+    let mut job = GuestJob::new(script, walvisor);
     for (name, content) in files {
         job = job.file(*name, content.as_ref());
     }

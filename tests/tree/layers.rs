@@ -60,7 +60,7 @@ const ARCHIVE: &[&[&str]] = &[
     &["object", "url"],
     &["remote"],
     &["base", "epoch"],
-    &["line"],
+    &["lineage"],
     &["uploader"],
     &["expire"],
     &["restore", "survey"],
@@ -107,7 +107,7 @@ const WALVISOR: &[&[&str]] = &[
 /// Modules of `benches`, which measures the product and is not part of it.
 const BENCHES: &[&[&str]] = &[
     &["blocks", "programs", "report", "session", "tiny_guest"],
-    &["console", "daemon", "load", "place"],
+    &["console", "daemon", "load", "bench_dirs"],
     &["guests", "output"],
     &["bench"],
     &["exits", "serve"],

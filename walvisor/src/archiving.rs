@@ -298,7 +298,8 @@ fn acknowledge(replica: &SyncReplica, (mut output, drains): (File, Arc<OwnedFd>)
     }
     if replica.waiting() > 0 {
         tracing::error!(
-            "log {log}: FLUSHes fail, because its archive push has ended; find out why, and start this process again"
+            "log {log}: FLUSHes fail, because its archive push has ended; find out why, and start \
+             this process again"
         );
     }
     replica.lose();
@@ -372,7 +373,8 @@ impl Pushes {
             let left = until.saturating_duration_since(Instant::now());
             if !push.has_ended(left) {
                 tracing::warn!(
-                    "log {}: its archive still lacks what was written last; its push may go on for a while",
+                    "log {}: its archive still lacks what was written last; its push may go on for \
+                     a while",
                     push.target.log.display()
                 );
             }

@@ -127,16 +127,18 @@ impl OpenLogs {
         let Some(place) = self.log_of(spec) else {
             if spec.archive.is_some() {
                 return Err(format!(
-                    "disk '{}': archive= starts a process, which only the start of this one may: leave archive= out, and \
-                     run 'walvisor archive push'; or start this process again with the disk",
+                    "disk '{}': archive= starts a process, which only the start of this one may: \
+                     leave archive= out, and run 'walvisor archive push'; or start this process \
+                     again with the disk",
                     spec.name()
                 ));
             }
             let directory = Self::directory_of(spec);
             if directory.is_some_and(|directory| self.synchronous.contains(&directory)) {
                 return Err(format!(
-                    "disk '{}': its log was closed when its last disk was removed, and can wait for its archive only \
-                     from the start on: start this process again with the disk",
+                    "disk '{}': its log was closed when its last disk was removed, and can wait \
+                     for its archive only from the start on: start this process again with the \
+                     disk",
                     spec.name()
                 ));
             }
@@ -509,8 +511,8 @@ fn check_free_memory(spec: &DiskSpec) -> Result<(), String> {
         ),
     };
     Err(format!(
-        "disk '{name}': {who} needs {needed} bytes of memory, and of this daemon's {limit} bytes {free} are free: give \
-         {smaller}, or the daemon a larger --memory-limit"
+        "disk '{name}': {who} needs {needed} bytes of memory, and of this daemon's {limit} bytes \
+         {free} are free: give {smaller}, or the daemon a larger --memory-limit"
     ))
 }
 
@@ -559,15 +561,18 @@ pub fn check(specs: &[DiskSpec]) -> Result<(), String> {
         let agreed = log_options(specs, members).and(archive_of(specs, log, members));
         let archive = agreed.map_err(|key| {
             let log = log.display();
-            format!("the disks on the log {log} disagree about {key}, which belongs to the log: give it once")
+            format!(
+                "the disks on the log {log} disagree about {key}, which belongs to the log: \
+                     give it once"
+            )
         })?;
         let unsafe_sync = |spec: &&DiskSpec| spec.cache == DiskCache::Unsafe;
         let synchronous = archive.as_ref().is_some_and(|archive| archive.sync);
         let mut of_log = members.iter().map(|member| &specs[*member]);
         if let Some(spec) = of_log.find(unsafe_sync).filter(|_| synchronous) {
             return Err(format!(
-                "disk '{}' has cache=unsafe, so none of its FLUSHes waits for the log, and the log {} has \
-                 archive-sync=on: leave one of them out",
+                "disk '{}' has cache=unsafe, so none of its FLUSHes waits for the log, and the log \
+                 {} has archive-sync=on: leave one of them out",
                 spec.name(),
                 log.display()
             ));
@@ -584,12 +589,14 @@ pub fn check(specs: &[DiskSpec]) -> Result<(), String> {
             let log = log.display();
             if reads_only(specs, members) {
                 return Err(format!(
-                    "archive= is for a log that is written, and all disks on the log {log} are read-only: leave it out"
+                    "archive= is for a log that is written, and all disks on the log {log} are \
+                     read-only: leave it out"
                 ));
             }
             if archives.contains(&archive.url) {
                 return Err(format!(
-                    "the archive of the log {log} is that of another log too: give each log an archive of its own"
+                    "the archive of the log {log} is that of another log too: give each log an \
+                     archive of its own"
                 ));
             }
             archives.push(archive.url);

@@ -40,8 +40,8 @@ pub fn set(
     }
     if least > limit && asked.is_some() {
         return Err(format!(
-            "--memory-limit {}: the process and its disks need {}: give more, or the logs a smaller \
-             index-memory=",
+            "--memory-limit {}: the process and its disks need {}: give more, or the logs a \
+             smaller index-memory=",
             show_size(limit),
             show_size(least),
         ));

@@ -264,7 +264,8 @@ fn archives(text: &mut Text, pushes: &[PushState]) {
         (
             "lag_seconds",
             "gauge",
-            "The archive has everything that was durable this long ago; since the push began, if it has never caught up.",
+            "The archive has everything that was durable this long ago; since the push began, if \
+             it has never caught up.",
             |push| Some(push.lag.as_secs_f64()),
         ),
         (
@@ -314,7 +315,8 @@ fn archives(text: &mut Text, pushes: &[PushState]) {
 fn memory(text: &mut Text) {
     let budget = MemoryBudget::of_process();
     let name = "walvisor_memory_used_bytes";
-    let help = "Memory that is set aside for the process, logs and clients, or that requests and unread replies hold.";
+    let help = "Memory that is set aside for the process, logs and clients, or that requests and \
+                unread replies hold.";
     text.metric(name, "gauge", help);
     text.sample(name, "", budget.used());
     if let Some(limit) = budget.limit() {

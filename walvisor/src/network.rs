@@ -114,8 +114,8 @@ pub fn start_passt(mtu: u16, options: &PasstOptions) -> io::Result<(UnixStream, 
 fn cannot_start_passt(error: io::Error) -> String {
     match error.kind() {
         io::ErrorKind::NotFound => {
-            "--net passt: there is no program passt: install it (Debian: apt-get install passt), or \
-             give tap=NAME"
+            "--net passt: there is no program passt: install it (Debian: apt-get install passt), \
+             or give tap=NAME"
                 .to_owned()
         }
         _ => format!("--net passt: cannot start passt: {error}"),

@@ -137,7 +137,8 @@ pub fn history_text(history: &Value) -> String {
     let pinned = match oldest["name"].as_str() {
         None => String::new(),
         Some(name) => format!(
-            ", {} of them for snapshots ({}, the oldest '{name}', {} old), and {} more beside the log",
+            ", {} of them for snapshots ({}, the oldest '{name}', {} old), and {} more beside the \
+             log",
             size("pinned_bytes"),
             history["snapshots"],
             age(number(oldest, "unix_us")),
@@ -178,8 +179,8 @@ pub fn refuse_checkpoint(history: &LogHistory, disks: Vec<String>) -> Result<(),
 /// Why a retention is refused that gives up a part of the history that a log keeps of these disks.
 pub fn refuse_retention(history: &LogHistory, wanted: Retention, disks: Vec<String>) -> String {
     format!(
-        "its log keeps history (retain={}), and retain={wanted} would give up a part of it, of {}: it \
-         is kept since {}",
+        "its log keeps history (retain={}), and retain={wanted} would give up a part of it, of {}: \
+         it is kept since {}",
         history.retain,
         disks.join(", "),
         since_text(history.horizon.unix_us),

@@ -154,9 +154,9 @@ mod tests {
 
     use super::*;
 
-    struct Place(u8);
+    struct TestCallsite(u8);
 
-    impl Callsite for Place {
+    impl Callsite for TestCallsite {
         fn set_interest(&self, _: Interest) {}
 
         fn metadata(&self) -> &Metadata<'_> {
@@ -166,7 +166,7 @@ mod tests {
 
     #[test]
     fn the_same_warning_is_shown_a_few_times_a_minute_and_counted() {
-        static PLACE: Place = Place(0);
+        static PLACE: TestCallsite = TestCallsite(0);
         let place = || Identifier(&PLACE);
         let mut repeats = Repeats::default();
         let start = Instant::now();

@@ -10,7 +10,7 @@ use super::{Bench, archive_in, bytes_of, copy_images, mark, options, settle, upl
 use crate::epoch::Claim;
 use crate::error::{Error, ErrorKind, Result};
 use crate::follow::Replica;
-use crate::layout::{self, Place};
+use crate::layout::{self, ObjectId};
 use crate::remote::Archive;
 use crate::uploader::{UploadOptions, Uploader};
 
@@ -233,7 +233,7 @@ fn zeroes_replace_what_the_images_had_before() {
     mark(&store.disks()[0]);
     store.disks()[0].checkpoint().unwrap();
     copy_images(&bench, &archive);
-    let base = layout::base(Place {
+    let base = layout::base(ObjectId {
         epoch: 1,
         number: 1,
     });

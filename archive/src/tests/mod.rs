@@ -18,8 +18,8 @@ use walvisor_testkit::queue;
 
 use crate::error::{ErrorKind, Result};
 use crate::expire::{DAY_US, ExpireOptions, ExpireReport, Lease, expire_at};
-use crate::layout::{self, Place};
-use crate::line::read_base;
+use crate::layout::{self, ObjectId};
+use crate::lineage::read_base;
 use crate::object;
 use crate::remote::Archive;
 use crate::restore::{RestoreReport, restore, verify};
@@ -727,7 +727,7 @@ fn an_archive_in_a_directory() {
     assert_eq!(bench.bytes_at(&archive, Point::Newest)[5 * 512], 7);
     assert!(
         place
-            .join(layout::part(Place {
+            .join(layout::part(ObjectId {
                 epoch: 1,
                 number: 1
             }))
@@ -794,7 +794,7 @@ fn often() -> UploadOptions {
 }
 
 /// The first copy of the images.
-const FIRST: Place = Place {
+const FIRST: ObjectId = ObjectId {
     epoch: 1,
     number: 1,
 };

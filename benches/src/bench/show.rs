@@ -6,7 +6,7 @@ use serde_json::Value;
 
 use super::formula::{Settings, evaluate, fill};
 use super::matrix::{Matrix, Row, Side};
-use super::spec::{Column, ColumnSpec, Layout, PlotSpec, Show};
+use super::spec::{Column, ColumnSpec, Layout, PlotSpec, Statistic};
 use crate::report::plot::{Axis, Plot, PlotKind, Series};
 use crate::report::{Cell, Preference, Section, Spread};
 
@@ -313,13 +313,13 @@ impl Column {
         let rounds = side.of(figure);
         let first = side.turns.first();
         match self.show {
-            Show::Spread => Cell::of(&rounds, decimals),
-            Show::Median => Spread::of(&rounds)
+            Statistic::Spread => Cell::of(&rounds, decimals),
+            Statistic::Median => Spread::of(&rounds)
                 .map_or(Cell::None, |spread| Cell::Number(spread.median, decimals)),
-            Show::List => first.map_or(Cell::None, |turn| Cell::Series(turn.list(figure))),
-            Show::Sum if rounds.is_empty() => Cell::None,
-            Show::Sum => Cell::Number(rounds.iter().sum(), decimals),
-            Show::Rounds => Cell::count(rounds.len() as u64),
+            Statistic::List => first.map_or(Cell::None, |turn| Cell::Series(turn.list(figure))),
+            Statistic::Sum if rounds.is_empty() => Cell::None,
+            Statistic::Sum => Cell::Number(rounds.iter().sum(), decimals),
+            Statistic::Rounds => Cell::count(rounds.len() as u64),
         }
     }
 }

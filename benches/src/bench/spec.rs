@@ -140,7 +140,7 @@ pub struct Column {
     #[serde(default)]
     pub less: bool,
     #[serde(default)]
-    pub show: Show,
+    pub show: Statistic,
     /// Decimals; otherwise those of the figure.
     pub decimals: Option<usize>,
     /// Grey where times mean nothing.
@@ -151,7 +151,7 @@ pub struct Column {
 /// What a column shows of a figure's rounds.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Deserialize)]
 #[serde(rename_all = "lowercase")]
-pub enum Show {
+pub enum Statistic {
     /// Median, lowest and highest.
     #[default]
     Spread,

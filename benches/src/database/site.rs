@@ -11,10 +11,10 @@ use walvisor_storage::{StoreOptions, create_disk};
 use walvisor_tests::postgresql;
 
 use crate::bench::{Side, Turn};
+use crate::bench_dirs::{BenchDirs, directory, make_raw};
 use crate::blocks::BLOCK;
 use crate::console::Console;
 use crate::daemon::Daemon;
-use crate::place::{Place, directory, make_raw};
 use crate::programs::require;
 
 /// The guests' script.
@@ -48,7 +48,7 @@ pub struct DatabaseSite {
     // The order of the fields matters: the daemon ends before its directories are removed.
     guests: Vec<Console>,
     daemon: Daemon,
-    _place: Place,
+    _place: BenchDirs,
     _directories: Vec<TempDir>,
 }
 
@@ -64,7 +64,7 @@ impl DatabaseSite {
         let servers: Vec<_> = parts.iter().map(|part| server(part)).collect();
         servers.iter().try_for_each(|(_, needs)| require(needs))?;
         let servers: Vec<&str> = servers.iter().map(|(name, _)| *name).collect();
-        let place = Place::new(dir)?;
+        let place = BenchDirs::new(dir)?;
         let mut disks = vec!["raw", "wal"];
         disks.extend(parts.contains(&"mariadb").then_some("single"));
         let (names, running) = (disks.join(" "), servers.join(" "));
@@ -196,7 +196,7 @@ fn image(disk: &str, guest: usize) -> String {
 fn make_disk(
     disk: &str,
     guest: usize,
-    place: &Place,
+    place: &BenchDirs,
     socket: &Path,
 ) -> Result<String, CommandError> {
     let image = image(disk, guest);

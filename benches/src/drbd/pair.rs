@@ -6,8 +6,8 @@ use tempfile::TempDir;
 use walvisor::commands::CommandError;
 use walvisor_guest_images::{CableEnd, UserMode};
 
+use crate::bench_dirs::{directory, failed};
 use crate::console::Console;
-use crate::place::{directory, failed};
 use crate::programs::require;
 
 /// The script of both machines, which documents the commands.

@@ -22,9 +22,9 @@ use walvisor::processor_time::of_host;
 use walvisor_storage::{StoreOptions, create_disk, default_log_dir};
 
 use crate::bench::{Matrix, Side};
+use crate::bench_dirs::BenchDirs;
 use crate::daemon::Daemon;
 use crate::guests::{self, write_script};
-use crate::place::Place;
 use crate::programs::walvisor;
 use crate::session::Session;
 use reader::{DiskCounters, EventReader};
@@ -108,8 +108,8 @@ pub fn measure(
             .iter_mut()
             .for_each(|matrix| matrix.spec.plots.clear());
         matrices[0].notes.push(
-            "This machine's KVM runs no Linux: both the machine and its guest are emulated, the times are in brackets and \
-             mean nothing, and the counts are those of any KVM."
+            "This machine's KVM runs no Linux: both the machine and its guest are emulated, the \
+             times are in brackets and mean nothing, and the counts are those of any KVM."
                 .to_owned(),
         );
     }
@@ -122,7 +122,7 @@ fn run(
     dir: &Path,
     session: &Session,
 ) -> Result<(), CommandError> {
-    let work = Place::new(dir)?;
+    let work = BenchDirs::new(dir)?;
     let settings = settings(matrices);
     let (command, outside) = if matrices[0].spec.name == "user-mode" {
         let (command, outside) = user_mode(&work, &settings, scripts)?;
@@ -177,7 +177,7 @@ fn settings(matrices: &[Matrix]) -> String {
 
 /// The command that runs the scripts on a machine with KVM.
 fn machine(
-    work: &Place,
+    work: &BenchDirs,
     settings: &str,
     matrix: &Matrix,
     scripts: &Scripts,
@@ -205,7 +205,7 @@ fn machine(
 
 /// The command that runs the script in user-mode Linux, and the daemon that serves its disks.
 fn user_mode(
-    work: &Place,
+    work: &BenchDirs,
     settings: &str,
     scripts: &Scripts,
 ) -> Result<(Command, Daemon), CommandError> {

@@ -20,7 +20,7 @@ use crate::exits::{add_exits, check_cache};
 
 /// What a job measures.
 #[derive(Debug, Deserialize)]
-struct Job {
+struct JobReport {
     /// The side of the matrix.
     path: String,
     backend: String,
@@ -68,7 +68,7 @@ pub struct EventReader {
 
 /// A job that is under way.
 struct RunningJob {
-    job: Job,
+    job: JobReport,
     /// Counters of the monitor or daemon that serves the disk, before and after the job.
     monitor: Vec<DiskCounters>,
     daemon: Vec<DiskCounters>,
@@ -94,7 +94,7 @@ impl EventReader {
         match kind {
             "machine" => self.machine = rest.to_owned(),
             "job" => {
-                let job: Job = serde_json::from_str(rest).map_err(|_| strange())?;
+                let job: JobReport = serde_json::from_str(rest).map_err(|_| strange())?;
                 check_cache(&job.path, &job.backend, job.cache == "write back")?;
                 self.job = Some(RunningJob {
                     job,
@@ -141,7 +141,12 @@ impl EventReader {
     }
 
     /// Adds the turn to the side that has this job.
-    fn push(&self, job: &Job, figures: Value, matrices: &mut [Matrix]) -> Result<(), CommandError> {
+    fn push(
+        &self,
+        job: &JobReport,
+        figures: Value,
+        matrices: &mut [Matrix],
+    ) -> Result<(), CommandError> {
         let mut sides = matrices.iter_mut().flat_map(Matrix::sides_mut);
         let side = sides.find(|side| {
             let scheduler = side.text("scheduler");

@@ -22,13 +22,13 @@ use walvisor_vmm::disk::OpenDisk;
 use walvisor_vmm::vm::DiskConfig;
 
 use crate::bench::{Matrix, Side, Turn};
+use crate::bench_dirs::{BenchDirs, make_disk};
 use crate::blocks::BLOCK;
 use crate::daemon::Daemon;
 use crate::exits::{add_exits, check_cache};
 use crate::load::loops::{LoadJob, Tally, figures};
 use crate::load::nbd::{NbdClient, drive_all};
 use crate::load::vhost_user::drive;
-use crate::place::{Place, make_disk};
 use crate::serve::serve;
 use crate::session::Session;
 
@@ -63,7 +63,7 @@ impl Work {
 
 /// The doors that are open. Each has disks of its own.
 pub struct Doors<'a> {
-    place: &'a Place,
+    place: &'a BenchDirs,
     turn: Duration,
     guest: Option<GuestDoor>,
     vhost_user: Option<Daemon>,
@@ -79,7 +79,7 @@ impl<'a> Doors<'a> {
     /// # Errors
     /// If the disks cannot be made or served, or there is no usable KVM.
     pub fn open(
-        place: &'a Place,
+        place: &'a BenchDirs,
         matrices: &[Matrix],
         turn: Duration,
     ) -> Result<Self, CommandError> {
@@ -181,7 +181,7 @@ impl<'a> Doors<'a> {
     }
 }
 
-fn socket(place: &Place, door: &str, backend: &str) -> PathBuf {
+fn socket(place: &BenchDirs, door: &str, backend: &str) -> PathBuf {
     place.sockets().join(format!("{door}-{backend}.sock"))
 }
 
@@ -229,7 +229,7 @@ fn with_costs(
 }
 
 /// Opens a disk that has a log of its own.
-fn open_store(place: &Place, image: &str) -> Result<Store, CommandError> {
+fn open_store(place: &BenchDirs, image: &str) -> Result<Store, CommandError> {
     let path = place.images().join(image);
     let (log, options) = (default_log_dir(&path), StoreOptions::default());
     Store::open(&log, &[DiskOptions::new(&path)], &options).map_err(CommandError::failed)

@@ -18,9 +18,9 @@ use walvisor::commands::CommandError;
 use walvisor_vmm::probe::{self, Ring0};
 
 use crate::bench::{Bench, Matrix, measure_together, settings, sides};
+use crate::bench_dirs::BenchDirs;
 use crate::linux::{self, Kernels, Scripts};
 use crate::output::Output;
-use crate::place::Place;
 use crate::session::Session;
 use doors::{BACKENDS, Doors, is_of_guest};
 
@@ -101,8 +101,8 @@ fn prepare(matrices: &mut [Matrix]) -> Result<(), CommandError> {
     let note = match &ring0 {
         Ok(Ring0::Native) => None,
         Ok(Ring0::Interpreted) => Some(
-            "This KVM interprets ring 0, where a guest takes its interrupts: the times of the embedded guest are grey (in \
-             brackets), its counts are those of any KVM."
+            "This KVM interprets ring 0, where a guest takes its interrupts: the times of the \
+             embedded guest are grey (in brackets), its counts are those of any KVM."
                 .to_owned(),
         ),
         Err(error) => Some(format!("virtio-mmio and virtio-pci: skipped: {error}")),
@@ -135,7 +135,7 @@ fn measure(
     if matrices.is_empty() {
         return Ok(());
     }
-    let place = Place::new(&output.dir)?;
+    let place = BenchDirs::new(&output.dir)?;
     let turn = Duration::from_millis(matrices[0].rows[0].sides[0].number("turn_ms"));
     let mut doors = Doors::open(&place, matrices, turn)?;
     measure_together(matrices, session, |side| doors.measure(side, session))

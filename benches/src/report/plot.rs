@@ -129,7 +129,7 @@ const GAP: i32 = 10;
 const COLOURS: usize = 8;
 
 type Rows = [(String, Vec<Option<Spread>>)];
-type Place = (i32, i32);
+type BenchDirs = (i32, i32);
 
 /// A laid out picture: its shapes, each with a class, which is its colour.
 #[derive(Default, Serialize)]
@@ -203,21 +203,21 @@ fn only_place(x: &Axis, y: &Axis, series: &[Series]) -> Option<f64> {
 
 impl Drawing {
     /// Adds a text whose middle line is at `at`, and which starts, ends or is centred there.
-    fn text(&mut self, text: &str, at: Place, class: &str, anchor: &str) {
+    fn text(&mut self, text: &str, at: BenchDirs, class: &str, anchor: &str) {
         self.texts
             .push(json!({ "text": text, "at": at, "class": class, "anchor": anchor }));
     }
 
-    fn line(&mut self, class: &str, points: &[Place]) {
+    fn line(&mut self, class: &str, points: &[BenchDirs]) {
         self.lines.push(json!({ "class": class, "points": points }));
     }
 
-    fn bar(&mut self, class: &str, (x, y): Place, (width, height): (i32, i32)) {
+    fn bar(&mut self, class: &str, (x, y): BenchDirs, (width, height): (i32, i32)) {
         self.bars
             .push(json!({ "class": class, "x": x, "y": y, "width": width, "height": height }));
     }
 
-    fn dot(&mut self, class: &str, at: Place) {
+    fn dot(&mut self, class: &str, at: BenchDirs) {
         self.dots.push(json!({ "class": class, "at": at }));
     }
 
@@ -300,7 +300,7 @@ impl Drawing {
         for (at, line) in series.iter().enumerate() {
             let points = line.visible(x, y).into_iter();
             let points = points.map(|(at, value)| (across.place(at), up.place(value)));
-            let points: Vec<Place> = points.collect();
+            let points: Vec<BenchDirs> = points.collect();
             if line.ideal {
                 self.line(&(colour(at) + " dashed"), &points);
             } else {
@@ -548,7 +548,8 @@ mod tests {
 
     #[test]
     fn texts_of_any_length_stay_in_the_picture() {
-        let long = "vhost-user: write + flush, 16 clients, 4 queues (qemu-storage-daemon), and still more words";
+        let long = "vhost-user: write + flush, 16 clients, 4 queues (qemu-storage-daemon), and \
+                    still more words";
         let row = (
             long.to_owned(),
             vec![Spread::of(&[1.5]), Spread::of(&[2.5])],

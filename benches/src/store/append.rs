@@ -15,9 +15,9 @@ use super::client::{QueueClient, StoreClient};
 use super::raw::{Direction, RawQueue};
 use super::site::{self, ring};
 use super::{measure, rate, raw_or_log};
+use crate::bench_dirs::{directory, failed, make_raw};
 use crate::blocks::{BLOCK, damage_error, is_stamped, stamp, stamped_block};
 use crate::output::Output;
-use crate::place::{directory, failed, make_raw};
 
 /// The longest write: the largest that fits in a segment of the benchmark's ring.
 const MOST_BLOCK: u64 = 4 << 20;

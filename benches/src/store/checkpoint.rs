@@ -14,9 +14,9 @@ use super::client::QueueClient;
 use super::raw::{Direction, RawQueue};
 use super::site::{self, ring};
 use super::{VERIFY_EACH, check_bytes, measure, rate, raw_or_log};
+use crate::bench_dirs::{directory, failed, make_raw, verify};
 use crate::blocks::{BLOCK, scattered, stamped_block};
 use crate::output::Output;
-use crate::place::{directory, failed, make_raw, verify};
 
 /// Writes in flight while the log is filled.
 const DEPTH: usize = 64;

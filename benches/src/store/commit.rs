@@ -20,9 +20,9 @@ use super::client::StoreClient;
 use super::site::{self, ring};
 use super::timing::{Timing, closed_loops};
 use crate::bench::{Bench, Turn, settings};
+use crate::bench_dirs::{self, directory, failed, make_raw};
 use crate::blocks::{BLOCK, stamp, stamped_block};
 use crate::output::Output;
-use crate::place::{self, directory, failed, make_raw};
 
 /// Blocks that each client overwrites in turn.
 const CLIENT_BLOCKS: u64 = 256;
@@ -133,12 +133,14 @@ pub fn run(arguments: &StoreCommitArguments) -> Result<(), CommandError> {
     let commits = arguments.commits.unwrap_or((100 * clients).max(1000));
     if !(clients..=100_000_000).contains(&commits) {
         return Err(CommandError::Usage(format!(
-            "--commits {commits}: give at least one for each of the {clients} clients, at most 100000000"
+            "--commits {commits}: give at least one for each of the {clients} clients, at most \
+             100000000"
         )));
     }
     if plan.disks > plan.clients {
         return Err(CommandError::Usage(format!(
-            "--disks {}: {clients} clients can't use more disks than there are clients; give more --clients",
+            "--disks {}: {clients} clients can't use more disks than there are clients; give more \
+             --clients",
             plan.disks
         )));
     }
@@ -313,7 +315,7 @@ fn verify(site: &Path, committer: &Committer) -> Result<(), CommandError> {
     let path = site::image(site, committer.disk);
     let last = committer.committed.saturating_sub(CLIENT_BLOCKS)..committer.committed;
     let blocks = last.map(|number| (committer.first_block + number % CLIENT_BLOCKS, number));
-    place::verify(&path, BLOCK, committer.writer, blocks)
+    bench_dirs::verify(&path, BLOCK, committer.writer, blocks)
 }
 
 /// A thread of the baseline, with blocks of its own in the file.

@@ -17,9 +17,9 @@ use super::recover::child;
 use super::site::{self, log, ring};
 use super::{VERIFY_EACH, check_bytes, measure, rate};
 use crate::bench::Side;
+use crate::bench_dirs::{self, directory, failed, make_raw};
 use crate::blocks::BLOCK;
 use crate::output::Output;
-use crate::place::{self, directory, failed, make_raw};
 
 /// Arguments of `walvisor-bench store load`.
 #[derive(Debug, Args)]
@@ -131,5 +131,5 @@ fn log_of(disk: &Path) -> PathBuf {
 /// Checks some blocks of a copy of the image.
 fn verify(path: &Path, bytes: u64) -> Result<(), CommandError> {
     let blocks = (0..bytes / BLOCK as u64).step_by(VERIFY_EACH);
-    place::verify(path, BLOCK, 0, blocks.map(|number| (number, number)))
+    bench_dirs::verify(path, BLOCK, 0, blocks.map(|number| (number, number)))
 }

@@ -41,7 +41,8 @@ impl<'a> RawQueue<'a> {
     ) -> Result<Self, CommandError> {
         let ring = IoUring::new((depth as u32).next_power_of_two()).map_err(|error| {
             CommandError::Failed(format!(
-                "no io_uring for the raw baseline ({error}): allow it (sysctl kernel.io_uring_disabled)"
+                "no io_uring for the raw baseline ({error}): allow it (sysctl \
+                 kernel.io_uring_disabled)"
             ))
         })?;
         Ok(Self {

@@ -20,9 +20,9 @@ use super::raw::{Direction, RawQueue};
 use super::site::{self, ring};
 use super::timing::{Timing, closed_loops};
 use crate::bench::{Bench, Row, Side, TakeTurns, Turn, settings};
+use crate::bench_dirs::{directory, make_raw, open_direct};
 use crate::blocks::{BLOCK, damage_error, is_stamped, stamped_block};
 use crate::output::Output;
-use crate::place::{directory, make_raw, open_direct};
 
 /// Writes between two FLUSHes while the log is filled.
 const FILL_DEPTH: usize = 64;
@@ -73,7 +73,8 @@ pub fn run(arguments: &ReadArguments) -> Result<(), CommandError> {
     }
     if arguments.reads < in_flight || arguments.reads > 1_000_000_000 {
         return Err(CommandError::Usage(format!(
-            "--reads {}: give at least {in_flight}, one for each place in the queues, at most 1000000000",
+            "--reads {}: give at least {in_flight}, one for each place in the queues, at most \
+             1000000000",
             arguments.reads
         )));
     }

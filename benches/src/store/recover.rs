@@ -18,9 +18,9 @@ use super::client::{QueueClient, StoreClient, write_block};
 use super::site::{self, ring};
 use super::{VERIFY_EACH, check_bytes, measure};
 use crate::bench::{Side, Turn};
+use crate::bench_dirs::{directory, failed, open_direct};
 use crate::blocks::{BLOCK, damage_error, is_stamped, scattered};
 use crate::output::Output;
-use crate::place::{directory, failed, open_direct};
 
 /// Records between two FLUSHes.
 const BURST: u64 = 256;

@@ -19,7 +19,7 @@ use walvisor::commands::CommandError;
 use walvisor_guest_images::leash;
 use walvisor_testkit::process;
 
-use crate::place::failed;
+use crate::bench_dirs::failed;
 use crate::programs;
 
 /// Programs, each with its package.

@@ -8,7 +8,7 @@ use walvisor::commands::CommandError;
 use walvisor_storage::StoreOptions;
 
 use super::capped::Volume;
-use crate::place::{LOGGED, Place, failed, make_disks};
+use crate::bench_dirs::{BenchDirs, LOGGED, failed, make_disks};
 
 /// Bytes and operations that reached a device.
 #[derive(Clone, Copy, Debug, Default)]
@@ -35,7 +35,7 @@ impl Traffic {
 pub struct MountedMedium {
     // The order of the fields matters: the volume is unmounted before its directory is removed.
     volume: Option<Volume>,
-    place: Place,
+    place: BenchDirs,
     /// The options of the logs.
     options: StoreOptions,
     /// Bytes of all disks of a side, and for how many disks there are images.
@@ -57,7 +57,7 @@ impl MountedMedium {
         bytes: u64,
         options: StoreOptions,
     ) -> Result<Self, CommandError> {
-        let place = Place::new(parent)?;
+        let place = BenchDirs::new(parent)?;
         let log = u64::from(options.max_segments) * options.segment_size;
         // The peers' images, those of walvisor, its logs, and what the file system takes.
         let logs = 1 + u64::from(kept);

@@ -35,7 +35,7 @@ const REQUESTS: u64 = 0;
 const INTERRUPT: u64 = 1;
 
 /// A request on its way to the loop: its token, what it asks for, and whom to tell how it ended.
-type Job = (u64, Operation, Arc<CompletionList>);
+type QueuedOperation = (u64, Operation, Arc<CompletionList>);
 
 struct CompletionList {
     completions: Mutex<Vec<Completion>>,
@@ -45,7 +45,7 @@ struct CompletionList {
 /// The disk as the device sees it: each request goes to the loop.
 #[derive(Clone)]
 struct Disk {
-    jobs: mpsc::Sender<Job>,
+    jobs: mpsc::Sender<QueuedOperation>,
     wake: Arc<EventFd>,
 }
 
@@ -116,7 +116,7 @@ fn serve(disk: &mut [u8], operation: Operation) -> Result<Option<Buffer>, Failur
 
 /// Serves one device until its driver is through with it.
 fn main() -> Result<(), Box<dyn Error>> {
-    let (sender, jobs) = mpsc::channel::<Job>();
+    let (sender, jobs) = mpsc::channel::<QueuedOperation>();
     let wake = Arc::new(EventFd::new(EFD_NONBLOCK)?);
     let irq = EventFd::new(EFD_NONBLOCK)?;
     let disk = Disk {

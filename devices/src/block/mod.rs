@@ -188,12 +188,14 @@ pub enum BlockError {
     BlockSize(u32),
     /// The disk is not a whole number of blocks.
     #[error(
-        "block-size={0}: the disk has {1} sectors of 512 bytes, which is not a whole number of blocks: give block-size=512"
+        "block-size={0}: the disk has {1} sectors of 512 bytes, which is not a whole number of \
+         blocks: give block-size=512"
     )]
     PartialBlock(u32, u64),
     /// [`BlockConfig::worker_cpus`] names a processor that the process may not run on.
     #[error(
-        "worker-cpus: CPU {0} does not exist, or this process may not use it: give CPUs that 'nproc' counts"
+        "worker-cpus: CPU {0} does not exist, or this process may not use it: give CPUs that \
+         'nproc' counts"
     )]
     Cpu(u16),
     /// [`BlockConfig::poll`] is too long.
@@ -296,7 +298,8 @@ impl VirtioBlock {
         // The register write waits for a sync, which delays only other accesses to this device's
         // registers.
         if let Err(error) = self.workers.run_in_starter(move || flush(&*backend)) {
-            tracing::error!(%error, "a driver asked for writethrough, and earlier writes cannot be flushed");
+            tracing::error!(%error, "a driver asked for writethrough, and earlier writes cannot be \
+                                     flushed");
         }
     }
 

@@ -22,7 +22,7 @@ use crate::event_loop::EventSet;
 use crate::latency::{OperationKind, add};
 use crate::memory::DeviceMemory;
 use crate::metrics::BlockMetrics;
-use crate::reactor::{DiskPort, FIRST_OWN_EVENT, Next, Source, Turn};
+use crate::reactor::{DiskPort, FIRST_OWN_EVENT, NextStep, Source, Turn};
 use crate::throttle::{Throttle, bytes_of};
 use crate::virtio::{ActiveQueue, Features, NextChain, QueueError, UsedBatch, UsedElement};
 
@@ -395,22 +395,22 @@ impl<M: DeviceMemory> Source for QueueWorker<M> {
         self.port.kick(alone && self.in_flight.len() == 1);
     }
 
-    fn answer(&mut self, turn: &mut Turn<'_>) -> Next {
+    fn answer(&mut self, turn: &mut Turn<'_>) -> NextStep {
         let more = if self.queue.driver.is_broken() {
             self.run_step(|queue, memory| queue.complete(memory, turn).map(|()| false))
         } else {
             self.run_step(|queue, memory| queue.answer_batch(memory, turn))
         };
         if turn.is_stopping() && self.in_flight.is_empty() {
-            Next::End
+            NextStep::End
         } else if !self.completions.is_empty() {
-            Next::Work
+            NextStep::Work
         } else if more {
-            Next::Take
+            NextStep::Take
         } else if self.hungry_since.is_some() && !turn.is_stopping() {
-            Next::WaitUntil(Instant::now() + MemoryClient::RETRY)
+            NextStep::WaitUntil(Instant::now() + MemoryClient::RETRY)
         } else {
-            Next::Wait
+            NextStep::Wait
         }
     }
 

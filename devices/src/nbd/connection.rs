@@ -17,7 +17,7 @@ use super::request::{
     LongRead, NbdAction, NbdRules, PendingRequest, check_request, memory_of, refuse,
 };
 use super::request_reader::RequestReader;
-use super::seats::ConnectionSeat;
+use super::slots::ConnectionSlot;
 use super::wire::Wire;
 use crate::backend::{Failure, MemoryBudget, MemoryClient, SECTOR_SIZE};
 use crate::control::GateGuard;
@@ -67,7 +67,7 @@ pub(super) struct Connection {
     /// Set once the server ends the connection: a client that has not read its replies by then is
     /// disconnected.
     deadline: Option<Instant>,
-    _seat: ConnectionSeat,
+    _seat: ConnectionSlot,
     _client: ClientGuard,
     /// The last field, so that the export stays in use until everything else of the connection is
     /// dropped.
@@ -81,7 +81,7 @@ impl AsFd for Connection {
 }
 
 impl Connection {
-    pub(super) fn new(handshake: HandshakeResult, wire: Wire, seat: ConnectionSeat) -> Self {
+    pub(super) fn new(handshake: HandshakeResult, wire: Wire, slot: ConnectionSlot) -> Self {
         let max_step = max_step_bytes(&handshake.export);
         Self {
             reader: RequestReader::new(handshake.framing, max_step),
@@ -97,7 +97,7 @@ impl Connection {
             bytes: 0,
             closing: false,
             deadline: None,
-            _seat: seat,
+            _seat: slot,
             _client: ClientGuard::new(&handshake.export),
             handshake,
             wire,
@@ -383,7 +383,7 @@ mod tests {
     use crate::backend::ram::RamDisk;
     use crate::nbd::export::ExportGuard;
     use crate::nbd::protocol::Framing;
-    use crate::nbd::seats::Seats;
+    use crate::nbd::slots::ClientSlots;
 
     /// A connection may end before a worker takes it on; then it is the export's only user.
     #[test]
@@ -407,11 +407,11 @@ mod tests {
             contexts: Arc::new([]),
         };
         let (socket, _client) = UnixStream::pair().unwrap();
-        let seat = Seats::default()
+        let slot = ClientSlots::default()
             .handshake(None, &socket)
             .unwrap()
             .connection();
-        let connection = Connection::new(handshake, Wire::new(socket.into()), seat.unwrap());
+        let connection = Connection::new(handshake, Wire::new(socket.into()), slot.unwrap());
         let removing = thread::spawn(move || {
             export.users.close();
             removed();

@@ -27,8 +27,8 @@ use crate::control::GateWatcher;
 use crate::event_loop::EventSet;
 use crate::latency::OperationKind;
 use crate::reactor::{
-    DedicatedThread, DiskPort, FIRST_OWN_EVENT, LEAST_IN_FLIGHT, Next, ReactorPool, ReactorThread,
-    Reservation, Source, SourceHandle, Turn,
+    DedicatedThread, DiskPort, FIRST_OWN_EVENT, LEAST_IN_FLIGHT, NextStep, ReactorPool,
+    ReactorThread, Reservation, Source, SourceHandle, Turn,
 };
 use crate::throttle::{Throttle, bytes_of};
 
@@ -747,7 +747,7 @@ impl Source for DiskSession {
         self.port.kick(alone && self.in_flight.len() == 1);
     }
 
-    fn answer(&mut self, turn: &mut Turn<'_>) -> Next {
+    fn answer(&mut self, turn: &mut Turn<'_>) -> NextStep {
         if self.completions.is_empty() {
             self.port.completions(&mut self.completions);
             self.completions.reverse();
@@ -777,16 +777,16 @@ impl Source for DiskSession {
             deadline = Some(deadline.map_or(at, |deadline| deadline.min(at)));
         }
         if self.given_up || (self.clients.is_empty() && self.inbox.close()) {
-            Next::End
+            NextStep::End
         } else if self.port.has_submitted()
             || !self.completions.is_empty()
             || !self.dirty.is_empty()
         {
-            Next::Work
+            NextStep::Work
         } else if !self.readable.is_empty() || !self.runnable.is_empty() {
-            Next::Take
+            NextStep::Take
         } else {
-            deadline.map_or(Next::Wait, Next::WaitUntil)
+            deadline.map_or(NextStep::Wait, NextStep::WaitUntil)
         }
     }
 
@@ -849,7 +849,7 @@ mod tests {
     use crate::backend::{Backend, BackendQueue, Capabilities};
     use crate::nbd::handshake::HandshakeResult;
     use crate::nbd::protocol::Framing;
-    use crate::nbd::seats::Seats;
+    use crate::nbd::slots::ClientSlots;
     use crate::nbd::wire::Wire;
 
     /// A disk that panics once when a connection checks a request.
@@ -917,12 +917,12 @@ mod tests {
                 framing: Framing::Simple,
                 contexts: Arc::new([]),
             };
-            let seat = Seats::default()
+            let slot = ClientSlots::default()
                 .handshake(None, &ours)
                 .unwrap()
                 .connection();
             let wire = Wire::new(ours.into());
-            pool.serve(Connection::new(handshake, wire, seat.unwrap()))
+            pool.serve(Connection::new(handshake, wire, slot.unwrap()))
                 .unwrap();
             theirs
         };

@@ -60,8 +60,8 @@ mod protocol;
 mod reply_queue;
 mod request;
 mod request_reader;
-mod seats;
 mod server;
+mod slots;
 #[cfg_attr(not(feature = "tls"), path = "no_tls.rs")]
 mod tls;
 mod tls_session;
@@ -69,8 +69,8 @@ mod wire;
 
 pub use export::Export;
 pub use protocol::DEFAULT_PORT;
-pub use seats::MAX_CONNECTIONS;
 pub use server::{Listener, Server, Service};
+pub use slots::MAX_CONNECTIONS;
 pub use tls::TlsConfig;
 #[cfg(feature = "tls")]
 pub use tls::TlsError;

@@ -16,7 +16,7 @@ use super::connection_end::{ConnectionEnd, report};
 use super::disk_session::Pool;
 use super::export::{Export, Exports};
 use super::handshake::negotiate;
-use super::seats::{HandshakeSeat, Seats};
+use super::slots::{ClientSlots, HandshakeSlot};
 use super::wire::{Tls, Wire};
 use crate::listen::{Stop, Threads, accept_each};
 
@@ -57,7 +57,7 @@ impl Listener {
                 // A reply is a whole message: Nagle's algorithm must not delay it.
                 stream.set_nodelay(true)?;
                 // A client whose machine is gone sends nothing more: without these it would keep
-                // its seat.
+                // its slot.
                 sockopt::set_socket_keepalive(&stream, true)?;
                 sockopt::set_tcp_keepidle(&stream, KEEPALIVE)?;
                 sockopt::set_tcp_user_timeout(&stream, UNACKNOWLEDGED.as_millis() as u32)?;
@@ -167,7 +167,7 @@ fn accept_clients(
     stop: &Stop,
     pool: &Arc<Pool>,
 ) {
-    let seats = Seats::new(!matches!(tls, Tls::Off));
+    let slots = ClientSlots::new(!matches!(tls, Tls::Off));
     let mut handshakes = Threads::new("NBD");
     accept_each(
         listener,
@@ -175,15 +175,15 @@ fn accept_clients(
         "NBD",
         Listener::accept,
         |(socket, address)| {
-            let seat = match seats.handshake(address, &socket) {
-                Ok(seat) => seat,
+            let slot = match slots.handshake(address, &socket) {
+                Ok(slot) => slot,
                 Err(why) => return tracing::warn!("NBD: {why}: one more was turned away"),
             };
             let (exports, tls) = (Arc::clone(exports), tls.clone());
             let (stop, pool) = (stop.clone(), Arc::clone(pool));
             let thread = thread::Builder::new().name("nbd-handshake".into());
             let started = handshakes.start(thread, move || {
-                report(run_handshake(socket, &exports, &tls, &stop, seat, &pool));
+                report(run_handshake(socket, &exports, &tls, &stop, slot, &pool));
             });
             if let Err(error) = started {
                 tracing::warn!("NBD: a client could not be served: {error}");
@@ -199,17 +199,17 @@ fn run_handshake(
     exports: &Exports,
     tls: &Tls,
     stop: &Stop,
-    seat: HandshakeSeat,
+    slot: HandshakeSlot,
     pool: &Pool,
 ) -> Result<(), ConnectionEnd> {
     let mut wire = Wire::new(socket);
     let chosen = negotiate(&mut wire, stop, exports, tls);
     let seated = chosen.and_then(|handshake| {
-        let seat = seat.connection().ok_or(ConnectionEnd::Broken(FULL))?;
-        Ok((handshake, seat))
+        let slot = slot.connection().ok_or(ConnectionEnd::Broken(FULL))?;
+        Ok((handshake, slot))
     });
     match seated {
-        Ok((handshake, seat)) => pool.serve(Connection::new(handshake, wire, seat)),
+        Ok((handshake, slot)) => pool.serve(Connection::new(handshake, wire, slot)),
         Err(ended) => {
             wire.close();
             Err(ended)

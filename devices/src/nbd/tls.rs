@@ -32,7 +32,8 @@ pub struct TlsError {
 #[derive(Debug, thiserror::Error)]
 enum PemError {
     #[error(
-        "{0}: the directory needs server-cert.pem and server-key.pem, and ca-cert.pem to verify clients"
+        "{0}: the directory needs server-cert.pem and server-key.pem, and ca-cert.pem to verify \
+         clients"
     )]
     Io(#[from] io::Error),
     #[error("{0}: `openssl pkcs8 -topk8 -nocrypt` converts a key to a supported format")]

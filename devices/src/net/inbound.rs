@@ -6,9 +6,9 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use vm_memory::GuestMemory;
 
-use super::link::{FrameReceiver, Received};
+use super::link::{FrameReceiver, ReceiveOutcome};
 use super::worker::{NetQueue, Traffic};
-use super::{HEADER_LEN, Shared};
+use super::{HEADER_LEN, SharedState};
 use crate::event_loop::EventSet;
 use crate::latency::add;
 use crate::reactor::Turn;
@@ -55,7 +55,7 @@ impl Traffic for InboundTraffic {
         true
     }
 
-    fn can_move(&self, shared: &Shared) -> bool {
+    fn can_move(&self, shared: &SharedState) -> bool {
         self.readable && shared.is_up()
     }
 
@@ -70,14 +70,14 @@ impl Traffic for InboundTraffic {
         let mut available = queue.active.ring.available(memory)?;
         while self.readable && shared.is_up() && !turn.is_over() {
             let frame = match receiver.peek() {
-                Ok(Received::Frame(frame)) => frame,
-                Ok(Received::TooLong) => {
+                Ok(ReceiveOutcome::Frame(frame)) => frame,
+                Ok(ReceiveOutcome::TooLong) => {
                     receiver.consume();
                     turn.charge_request(0);
                     add(&shared.metrics.receive_drops, 1);
                     continue;
                 }
-                Ok(Received::Nothing) => {
+                Ok(ReceiveOutcome::Nothing) => {
                     self.readable = false;
                     break;
                 }

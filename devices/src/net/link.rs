@@ -38,13 +38,13 @@ pub struct Link {
     name: String,
     file: File,
     framing: Framing,
-    rest: Arc<Mutex<Rest>>,
+    rest: Arc<Mutex<StreamRemainder>>,
 }
 
 /// What a device that is gone had read or wanted to write of a stream. The next one goes on there,
 /// or the two ends would be out of step.
 #[derive(Debug, Default)]
-struct Rest {
+struct StreamRemainder {
     /// Bytes that were read and not consumed.
     received: Vec<u8>,
     /// Bytes that the link has not taken.
@@ -159,13 +159,13 @@ impl Link {
     }
 }
 
-fn lock(rest: &Mutex<Rest>) -> std::sync::MutexGuard<'_, Rest> {
+fn lock(rest: &Mutex<StreamRemainder>) -> std::sync::MutexGuard<'_, StreamRemainder> {
     // No panic leaves it half changed.
     rest.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 /// What a receiver has.
-pub(super) enum Received<'a> {
+pub(super) enum ReceiveOutcome<'a> {
     Frame(&'a [u8]),
     /// A frame that is longer than any that the driver takes.
     TooLong,
@@ -193,7 +193,7 @@ pub(super) struct FrameReceiver {
     start: usize,
     end: usize,
     max_frame: usize,
-    rest: Arc<Mutex<Rest>>,
+    rest: Arc<Mutex<StreamRemainder>>,
 }
 
 impl Drop for FrameReceiver {
@@ -211,15 +211,15 @@ impl FrameReceiver {
     }
 
     /// The next frame, which stays until [`consume`](Self::consume). Does not wait.
-    pub(super) fn peek(&mut self) -> Result<Received<'_>, LinkEnd> {
+    pub(super) fn peek(&mut self) -> Result<ReceiveOutcome<'_>, LinkEnd> {
         let Some(len) = self.frame_len()? else {
-            return Ok(Received::Nothing);
+            return Ok(ReceiveOutcome::Nothing);
         };
         let from = self.start + self.prefix();
         if len > self.max_frame {
-            return Ok(Received::TooLong);
+            return Ok(ReceiveOutcome::TooLong);
         }
-        Ok(Received::Frame(&self.buffer[from..from + len]))
+        Ok(ReceiveOutcome::Frame(&self.buffer[from..from + len]))
     }
 
     /// Removes the frame that [`peek`](Self::peek) has shown.
@@ -297,7 +297,7 @@ pub(super) struct FrameSender {
     framing: Framing,
     /// Bytes that the link has not taken yet.
     pending: Vec<u8>,
-    rest: Arc<Mutex<Rest>>,
+    rest: Arc<Mutex<StreamRemainder>>,
 }
 
 impl Drop for FrameSender {
@@ -310,7 +310,7 @@ impl Drop for FrameSender {
 
 /// What became of the frames of a [`flush`](FrameSender::flush).
 #[derive(Debug, PartialEq, Eq)]
-pub(super) enum Flushed {
+pub(super) enum FlushOutcome {
     /// The link has taken all of them.
     All,
     /// It has no room now.
@@ -349,14 +349,14 @@ impl FrameSender {
     }
 
     /// Gives the link what it takes, without waiting.
-    pub(super) fn flush(&mut self) -> Result<Flushed, LinkEnd> {
+    pub(super) fn flush(&mut self) -> Result<FlushOutcome, LinkEnd> {
         while !self.pending.is_empty() {
             // Not `send`, which a thread of a disk may not call. The Rust runtime ignores SIGPIPE.
             match self.file.write(&self.pending) {
                 Ok(len) => drop(self.pending.drain(..len)),
                 Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
                 Err(error) if error.kind() == io::ErrorKind::WouldBlock => {
-                    return Ok(Flushed::Blocked);
+                    return Ok(FlushOutcome::Blocked);
                 }
                 Err(error) => {
                     self.pending.clear();
@@ -364,14 +364,14 @@ impl FrameSender {
                         Some(libc::EPIPE | libc::ECONNRESET) => Err(LinkEnd::Closed),
                         // EIO: it is not up. EINVAL: the kernel does not take the frame.
                         Some(libc::EIO | libc::EINVAL) if self.framing == Framing::Tap => {
-                            Ok(Flushed::Lost)
+                            Ok(FlushOutcome::Lost)
                         }
                         _ => Err(error.into()),
                     };
                 }
             }
         }
-        Ok(Flushed::All)
+        Ok(FlushOutcome::All)
     }
 }
 
@@ -389,9 +389,9 @@ mod tests {
 
     fn next(receiver: &mut FrameReceiver) -> Option<Vec<u8>> {
         let frame = match receiver.peek().unwrap() {
-            Received::Frame(frame) => frame.to_vec(),
-            Received::TooLong => vec![],
-            Received::Nothing => return None,
+            ReceiveOutcome::Frame(frame) => frame.to_vec(),
+            ReceiveOutcome::TooLong => vec![],
+            ReceiveOutcome::Nothing => return None,
         };
         receiver.consume();
         Some(frame)
@@ -447,7 +447,7 @@ mod tests {
             };
             // The stream is full, in the middle of a frame.
             let mut added = 0;
-            while sender.flush().unwrap() == Flushed::All {
+            while sender.flush().unwrap() == FlushOutcome::All {
                 add(&mut sender, 2).unwrap();
                 added += 1;
             }
@@ -458,7 +458,7 @@ mod tests {
             assert_eq!(next(&mut receiver), None);
             theirs.set_nonblocking(true).unwrap();
             loop {
-                let all = sender.flush().unwrap() == Flushed::All;
+                let all = sender.flush().unwrap() == FlushOutcome::All;
                 let read = theirs.read_to_end(&mut taken);
                 assert_eq!(read.unwrap_err().kind(), io::ErrorKind::WouldBlock);
                 if all {
@@ -486,11 +486,11 @@ mod tests {
                 sent += 1;
             }
             match sender.flush().unwrap() {
-                Flushed::All => {}
+                FlushOutcome::All => {}
                 other => break other,
             }
         };
-        assert_eq!(blocked, Flushed::Blocked);
+        assert_eq!(blocked, FlushOutcome::Blocked);
         let failed = sender.pending.len();
         if sender.has_room() {
             assert_eq!(sender.add(10, |_| Err(1)), Err(1));
@@ -505,7 +505,7 @@ mod tests {
             }
             theirs
         });
-        while sender.flush().unwrap() != Flushed::All {
+        while sender.flush().unwrap() != FlushOutcome::All {
             std::thread::yield_now();
         }
         drop(reader.join().unwrap());

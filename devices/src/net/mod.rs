@@ -113,7 +113,7 @@ pub enum NetError {
 /// A virtio-net device over a [`Link`]. A transport owns it and presents it to the guest.
 pub struct VirtioNet {
     config: NetConfig,
-    shared: Arc<Shared>,
+    shared: Arc<SharedState>,
     receiver: Arc<Mutex<FrameReceiver>>,
     sender: Arc<Mutex<FrameSender>>,
     workers: Arc<WorkerPool>,
@@ -121,7 +121,7 @@ pub struct VirtioNet {
 }
 
 /// What both queues share.
-struct Shared {
+struct SharedState {
     /// The link's name in messages.
     name: String,
     up: AtomicBool,
@@ -132,7 +132,7 @@ struct Shared {
     max_frame: usize,
 }
 
-impl Shared {
+impl SharedState {
     fn is_up(&self) -> bool {
         self.up.load(Ordering::SeqCst)
     }
@@ -172,7 +172,7 @@ impl VirtioNet {
         let name = link.name().to_owned();
         let (receiver, sender) = link.split(max_frame)?;
         Ok(Self {
-            shared: Arc::new(Shared {
+            shared: Arc::new(SharedState {
                 name,
                 up: AtomicBool::new(true),
                 metrics: Arc::default(),

@@ -6,9 +6,9 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use virtio_bindings::virtio_net::{VIRTIO_NET_HDR_F_NEEDS_CSUM, VIRTIO_NET_HDR_GSO_NONE};
 use vm_memory::GuestMemory;
 
-use super::link::{Flushed, FrameSender};
+use super::link::{FlushOutcome, FrameSender};
 use super::worker::{NetQueue, Traffic};
-use super::{HEADER_LEN, LEAST_FRAME, Shared};
+use super::{HEADER_LEN, LEAST_FRAME, SharedState};
 use crate::event_loop::EventSet;
 use crate::latency::add;
 use crate::reactor::Turn;
@@ -44,7 +44,7 @@ impl Traffic for OutboundTraffic {
         !self.blocked
     }
 
-    fn can_move(&self, _: &Shared) -> bool {
+    fn can_move(&self, _: &SharedState) -> bool {
         !self.blocked
     }
 
@@ -109,9 +109,9 @@ fn fill<G: GuestMemory>(
 fn flush(sender: &mut FrameSender, queue: &NetQueue) -> bool {
     let shared = &queue.shared;
     match sender.flush() {
-        Ok(Flushed::All) => {}
-        Ok(Flushed::Blocked) => return true,
-        Ok(Flushed::Lost) => add(&shared.metrics.send_drops, 1),
+        Ok(FlushOutcome::All) => {}
+        Ok(FlushOutcome::Blocked) => return true,
+        Ok(FlushOutcome::Lost) => add(&shared.metrics.send_drops, 1),
         Err(end) => shared.take_down(&end, &queue.status),
     }
     false

@@ -6,11 +6,11 @@ use std::sync::Arc;
 
 use vm_memory::GuestMemory;
 
-use super::Shared;
+use super::SharedState;
 use crate::event_loop::EventSet;
 use crate::latency::add;
 use crate::memory::DeviceMemory;
-use crate::reactor::{FIRST_OWN_EVENT, Next, Source, Turn};
+use crate::reactor::{FIRST_OWN_EVENT, NextStep, Source, Turn};
 use crate::status::DeviceStatus;
 use crate::throttle::Throttle;
 use crate::virtio::{ActiveQueue, QueueError, UsedElement};
@@ -23,7 +23,7 @@ const LINK_READY: usize = FIRST_OWN_EVENT + 1;
 /// A queue that is being served, and what the device's queues share.
 pub(super) struct NetQueue {
     pub(super) active: ActiveQueue,
-    pub(super) shared: Arc<Shared>,
+    pub(super) shared: Arc<SharedState>,
     pub(super) status: Arc<DeviceStatus>,
     /// The most descriptors of a chain.
     pub(super) max_descriptors: usize,
@@ -53,7 +53,7 @@ pub(super) trait Traffic: Send {
     fn takes_chains(&self) -> bool;
 
     /// Whether frames can move at once.
-    fn can_move(&self, shared: &Shared) -> bool;
+    fn can_move(&self, shared: &SharedState) -> bool;
 
     /// Moves frames until nothing can move or the turn is over. Returns whether the ring had no
     /// more chains.
@@ -145,7 +145,7 @@ impl<M: DeviceMemory, T: Traffic> Source for NetWorker<M, T> {
 
     fn kick(&mut self, _: bool) {}
 
-    fn answer(&mut self, turn: &mut Turn<'_>) -> Next {
+    fn answer(&mut self, turn: &mut Turn<'_>) -> NextStep {
         let memory = self.memory.clone();
         let more = if self.queue.active.driver.is_broken() {
             false
@@ -157,11 +157,11 @@ impl<M: DeviceMemory, T: Traffic> Source for NetWorker<M, T> {
                 })
         };
         if turn.is_stopping() {
-            Next::End
+            NextStep::End
         } else if more {
-            Next::Take
+            NextStep::Take
         } else {
-            Next::Wait
+            NextStep::Wait
         }
     }
 

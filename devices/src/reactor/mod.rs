@@ -105,7 +105,7 @@ pub(crate) trait Source: Send {
     fn kick(&mut self, alone: bool);
 
     /// Answers requests that have completed.
-    fn answer(&mut self, turn: &mut Turn<'_>) -> Next;
+    fn answer(&mut self, turn: &mut Turn<'_>) -> NextStep;
 
     /// Whether requests are in flight.
     fn has_in_flight(&self) -> bool;
@@ -125,7 +125,7 @@ pub(crate) trait Source: Send {
 
 /// What a source does next.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Next {
+pub(crate) enum NextStep {
     /// It has more to do now.
     Work,
     /// It has more requests to take, and nothing else to do.
@@ -571,16 +571,16 @@ impl Reactor {
             };
             self.charge(disk, Some(cost));
             match next {
-                Next::Take if self.room(disk) <= 0 => {
+                NextStep::Take if self.room(disk) <= 0 => {
                     let blocked = &mut self.disks[disk].blocked;
                     if !blocked.contains(&key) {
                         blocked.push(key);
                     }
                 }
-                Next::Work | Next::Take => again.push((!starved, key)),
-                Next::Wait => self.slots[key].deadline = None,
-                Next::WaitUntil(at) => self.slots[key].deadline = Some(at),
-                Next::End => self.remove(key),
+                NextStep::Work | NextStep::Take => again.push((!starved, key)),
+                NextStep::Wait => self.slots[key].deadline = None,
+                NextStep::WaitUntil(at) => self.slots[key].deadline = Some(at),
+                NextStep::End => self.remove(key),
             }
             if self.disks.contains(disk) {
                 self.unblock(disk);

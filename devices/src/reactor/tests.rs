@@ -62,12 +62,12 @@ impl Source for LoggedSource {
         self.note("kick");
     }
 
-    fn answer(&mut self, turn: &mut Turn<'_>) -> Next {
+    fn answer(&mut self, turn: &mut Turn<'_>) -> NextStep {
         self.note("answer");
         if turn.is_stopping() {
-            Next::End
+            NextStep::End
         } else {
-            Next::Wait
+            NextStep::Wait
         }
     }
 
@@ -263,9 +263,9 @@ impl Source for Flood {
 
     fn kick(&mut self, _: bool) {}
 
-    fn answer(&mut self, turn: &mut Turn<'_>) -> Next {
+    fn answer(&mut self, turn: &mut Turn<'_>) -> NextStep {
         self.step(turn);
-        Next::Work
+        NextStep::Work
     }
 
     fn has_in_flight(&self) -> bool {
@@ -358,12 +358,12 @@ fn disks_share_by_weight_however_many_sources_they_have() {
 }
 
 /// A source that takes requests of 64 KiB and never ends one.
-struct Hoard {
+struct GreedySource {
     throttle: Arc<Throttle>,
     in_flight: Arc<Mutex<usize>>,
 }
 
-impl Source for Hoard {
+impl Source for GreedySource {
     fn throttle(&self) -> &Arc<Throttle> {
         &self.throttle
     }
@@ -384,8 +384,8 @@ impl Source for Hoard {
 
     fn kick(&mut self, _: bool) {}
 
-    fn answer(&mut self, _: &mut Turn<'_>) -> Next {
-        Next::Take
+    fn answer(&mut self, _: &mut Turn<'_>) -> NextStep {
+        NextStep::Take
     }
 
     fn has_in_flight(&self) -> bool {
@@ -406,7 +406,7 @@ fn beside_another_disk_little_is_in_flight_and_room_lets_blocked_sources_go_on()
     reactor.lately = Duration::MAX;
     let in_flight = Arc::new(Mutex::new(0));
     let reservation = reactor.inbox.reserve().unwrap();
-    reservation.serve(Box::new(Hoard {
+    reservation.serve(Box::new(GreedySource {
         throttle: Arc::default(),
         in_flight: Arc::clone(&in_flight),
     }));
@@ -456,9 +456,9 @@ impl Source for Stream {
 
     fn kick(&mut self, _: bool) {}
 
-    fn answer(&mut self, _: &mut Turn<'_>) -> Next {
+    fn answer(&mut self, _: &mut Turn<'_>) -> NextStep {
         *self.ended.lock().unwrap() += usize::from(std::mem::take(&mut self.in_flight));
-        Next::Take
+        NextStep::Take
     }
 
     fn has_in_flight(&self) -> bool {

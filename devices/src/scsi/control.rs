@@ -1,14 +1,14 @@
 //! Commands about the unit itself: TEST UNIT READY, REQUEST SENSE, REPORT LUNS, START STOP UNIT and
 //! REPORT SUPPORTED OPERATION CODES.
 
-use super::job::{BlockRange, Job, ScsiAction};
+use super::job::{BlockRange, CommandWork, ScsiAction};
 use super::plan::{CommandEntry, CommandPlan, ScsiRequest};
 use super::sense::Sense;
 use crate::latency::OperationKind;
 
 /// TEST UNIT READY (SPC-5, 6.52). Checking the command has already shown that the unit is ready.
 pub(super) fn test_unit_ready(_: &ScsiRequest<'_>) -> Result<CommandPlan, Sense> {
-    Ok(CommandPlan::Run(Job::without_actions()))
+    Ok(CommandPlan::Run(CommandWork::without_actions()))
 }
 
 /// REQUEST SENSE (SPC-5, 6.40): reports and clears a unit attention condition, or reports that the
@@ -49,7 +49,7 @@ pub(super) fn start_stop(request: &ScsiRequest<'_>) -> Result<CommandPlan, Sense
     unit.set_stopped(!start);
     let flush = !start && !no_flush && unit.can().flush;
     let actions = [flush.then_some(ScsiAction::Flush), None, None];
-    Ok(CommandPlan::Run(Job::new(
+    Ok(CommandPlan::Run(CommandWork::new(
         OperationKind::Flush,
         BlockRange::default(),
         actions,

@@ -1,7 +1,7 @@
 //! READ, WRITE and SYNCHRONIZE CACHE of every CDB length (SBC-4, 5.13 to 5.17, 5.30, 5.31, 5.39 to
 //! 5.42), and the checks that they share with the other commands that name blocks.
 
-use super::job::{AfterRead, BlockAccess, BlockRange, Job, ScsiAction};
+use super::job::{AfterRead, BlockAccess, BlockRange, CommandWork, ScsiAction};
 use super::plan::{CommandPlan, ScsiRequest};
 use super::sense::Sense;
 use crate::latency::OperationKind;
@@ -120,7 +120,7 @@ pub(super) fn read(request: &ScsiRequest<'_>) -> Result<CommandPlan, Sense> {
     } else {
         [read, None, None]
     };
-    Ok(CommandPlan::Run(Job::new(
+    Ok(CommandPlan::Run(CommandWork::new(
         OperationKind::Read,
         range,
         actions,
@@ -162,7 +162,7 @@ fn plan_write(
             None,
         ],
     };
-    let job = Job::new(OperationKind::Write, range, actions);
+    let job = CommandWork::new(OperationKind::Write, range, actions);
     Ok(CommandPlan::Run(job.with_access(access)))
 }
 
@@ -173,7 +173,7 @@ pub(super) fn synchronize(request: &ScsiRequest<'_>) -> Result<CommandPlan, Sens
     parse_range(request, u32::MAX)?;
     let flush = request.unit.can().flush.then_some(ScsiAction::Flush);
     let actions = [flush, None, None];
-    Ok(CommandPlan::Run(Job::new(
+    Ok(CommandPlan::Run(CommandWork::new(
         OperationKind::Flush,
         BlockRange::default(),
         actions,

@@ -56,7 +56,7 @@ pub(super) enum BlockAccess {
 
 /// The work of a command.
 #[derive(Debug)]
-pub(super) struct Job {
+pub(super) struct CommandWork {
     pub(super) kind: Option<OperationKind>,
     pub(super) range: BlockRange,
     pub(super) list: Vec<BlockRange>,
@@ -64,7 +64,7 @@ pub(super) struct Job {
     pub(super) access: BlockAccess,
 }
 
-impl Job {
+impl CommandWork {
     /// A job that runs `actions` on `range`, one after the other.
     pub(super) fn new(
         kind: OperationKind,

@@ -4,7 +4,7 @@
 //!   header 4 or 8 │ block descriptor 0, 8 or 16 │ page │ page        (SPC-5, 7.5.5; SBC-4, 6.5.2)
 //! ```
 
-use super::job::{BlockRange, Job, ScsiAction};
+use super::job::{BlockRange, CommandWork, ScsiAction};
 use super::plan::{CommandPlan, ScsiRequest};
 use super::sense::Sense;
 use super::unit::LogicalUnit;
@@ -157,7 +157,7 @@ pub(super) fn select(request: &ScsiRequest<'_>) -> Result<CommandPlan, Sense> {
         return Err(Sense::cdb(1, Some(4)));
     }
     if len == 0 {
-        return Ok(CommandPlan::Run(Job::without_actions()));
+        return Ok(CommandPlan::Run(CommandWork::without_actions()));
     }
     if len < header || request.data.len() < len {
         return Err(Sense::LIST_LENGTH);
@@ -171,13 +171,13 @@ pub(super) fn select(request: &ScsiRequest<'_>) -> Result<CommandPlan, Sense> {
         unit.set_descriptor_sense(on);
     }
     let Some(on) = changes.write_cache.filter(|&on| on != unit.write_cache()) else {
-        return Ok(CommandPlan::Run(Job::without_actions()));
+        return Ok(CommandPlan::Run(CommandWork::without_actions()));
     };
     unit.backend().set_write_cache(on);
     // When the cache is turned off, its contents go to the medium before the command ends.
     let flush = (!on).then_some(ScsiAction::Flush);
     let actions = [flush, None, None];
-    Ok(CommandPlan::Run(Job::new(
+    Ok(CommandPlan::Run(CommandWork::new(
         OperationKind::Flush,
         BlockRange::default(),
         actions,

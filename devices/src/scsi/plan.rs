@@ -2,7 +2,7 @@
 //! resulting plan.
 
 use super::data::DataBuffer;
-use super::job::Job;
+use super::job::CommandWork;
 use super::sense::Sense;
 use super::unit::LogicalUnit;
 
@@ -11,7 +11,7 @@ pub(super) enum CommandPlan {
     /// Parameter data, truncated to the allocation length.
     Answer { bytes: Vec<u8>, allocation: usize },
     /// Work for the backend, possibly none.
-    Run(Job),
+    Run(CommandWork),
 }
 
 /// A command as its decoder gets it: the CDB has its full length, and sets no bit that the command

@@ -3,7 +3,7 @@
 
 use super::data::DataBuffer;
 use super::io::{CdbRange, check_data_out_exactly, check_writable, parse_range};
-use super::job::{BlockAccess, BlockRange, Job, ScsiAction};
+use super::job::{BlockAccess, BlockRange, CommandWork, ScsiAction};
 use super::plan::{CommandPlan, ScsiRequest};
 use super::sense::Sense;
 use crate::backend::{Allocation, Extent, SECTOR_SIZE};
@@ -37,7 +37,7 @@ pub(super) fn unmap(request: &ScsiRequest<'_>) -> Result<CommandPlan, Sense> {
     let unit = request.unit;
     let len = request.length(7, 2);
     if len == 0 {
-        return Ok(CommandPlan::Run(Job::without_actions()));
+        return Ok(CommandPlan::Run(CommandWork::without_actions()));
     }
     if len < HEADER || request.data.len() < len {
         return Err(Sense::LIST_LENGTH);
@@ -81,9 +81,9 @@ pub(super) fn unmap(request: &ScsiRequest<'_>) -> Result<CommandPlan, Sense> {
     }
     let action = (!ranges.is_empty()).then_some(ScsiAction::Unmap);
     let actions = [action, None, None];
-    let job = Job {
+    let job = CommandWork {
         list: ranges,
-        ..Job::new(OperationKind::Discard, BlockRange::default(), actions)
+        ..CommandWork::new(OperationKind::Discard, BlockRange::default(), actions)
     };
     Ok(CommandPlan::Run(job.with_access(BlockAccess::Shared)))
 }
@@ -113,7 +113,7 @@ pub(super) fn write_same(request: &ScsiRequest<'_>) -> Result<CommandPlan, Sense
     } else {
         (OperationKind::Write, ScsiAction::Fill)
     };
-    let job = Job::new(kind, range, [Some(action), None, None]);
+    let job = CommandWork::new(kind, range, [Some(action), None, None]);
     Ok(CommandPlan::Run(job.with_access(BlockAccess::Shared)))
 }
 

@@ -2,7 +2,7 @@
 
 use super::command;
 use super::data::DataBuffer;
-use super::job::{AfterRead, BlockAccess, BlockRange, Job, ScsiAction};
+use super::job::{AfterRead, BlockAccess, BlockRange, CommandWork, ScsiAction};
 use super::order::OrderTicket;
 use super::plan::CommandPlan;
 use super::sense::{Sense, SenseData, Status};
@@ -69,7 +69,7 @@ struct ReadPart {
 
 /// A command in flight.
 pub struct Task {
-    job: Job,
+    job: CommandWork,
     /// Index of the next action.
     next_action: usize,
     /// Blocks of the range read or filled, or ranges of the list discarded, including those in
@@ -105,12 +105,12 @@ impl Task {
             Ok(CommandPlan::Answer { bytes, allocation }) => {
                 let len = bytes.len().min(allocation).min(data.len());
                 data.write(0, &bytes[..len]);
-                (Job::without_actions(), Some(len), None)
+                (CommandWork::without_actions(), Some(len), None)
             }
             Err(sense) => {
                 let data = sense.data(unit.descriptor_sense());
                 let failed = (Status::CheckCondition, Some(data));
-                (Job::without_actions(), None, Some(failed))
+                (CommandWork::without_actions(), None, Some(failed))
             }
         };
         Self {

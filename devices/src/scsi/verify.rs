@@ -5,7 +5,7 @@ use super::io::{
     CdbRange, check_data_out, check_data_out_exactly, check_range, check_writable, fua_flush,
     parse_range,
 };
-use super::job::{AfterRead, BlockAccess, Job, ScsiAction};
+use super::job::{AfterRead, BlockAccess, CommandWork, ScsiAction};
 use super::plan::{CommandPlan, ScsiRequest};
 use super::sense::Sense;
 use crate::latency::OperationKind;
@@ -46,7 +46,7 @@ pub(super) fn verify(request: &ScsiRequest<'_>) -> Result<CommandPlan, Sense> {
     };
     let read = (range.blocks > 0).then_some(ScsiAction::Read(after));
     let actions = [read, None, None];
-    Ok(CommandPlan::Run(Job::new(
+    Ok(CommandPlan::Run(CommandWork::new(
         OperationKind::Read,
         range,
         actions,
@@ -73,7 +73,7 @@ pub(super) fn write_and_verify(request: &ScsiRequest<'_>) -> Result<CommandPlan,
     } else {
         [write, read, None]
     };
-    let job = Job::new(OperationKind::Write, range, actions);
+    let job = CommandWork::new(OperationKind::Write, range, actions);
     Ok(CommandPlan::Run(job.with_access(BlockAccess::Exclusive)))
 }
 
@@ -93,6 +93,6 @@ pub(super) fn compare_and_write(request: &ScsiRequest<'_>) -> Result<CommandPlan
             fua_flush(request),
         ],
     };
-    let job = Job::new(OperationKind::Write, range, actions);
+    let job = CommandWork::new(OperationKind::Write, range, actions);
     Ok(CommandPlan::Run(job.with_access(BlockAccess::Exclusive)))
 }

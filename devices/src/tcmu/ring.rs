@@ -27,7 +27,8 @@ const MAX_CDB: usize = 260;
 pub enum RingError {
     /// The mailbox has another version.
     #[error(
-        "the kernel's command ring has version {0}, but only version 2 is supported: update walvisor"
+        "the kernel's command ring has version {0}, but only version 2 is supported: update \
+         walvisor"
     )]
     Version(u16),
     /// The kernel requires answers in order.
@@ -47,7 +48,8 @@ pub enum RingError {
     },
     /// A position lies outside the ring or is not a multiple of 8.
     #[error(
-        "the command ring's {name} is {value}, which is not a valid position in a ring of {size} bytes"
+        "the command ring's {name} is {value}, which is not a valid position in a ring of {size} \
+         bytes"
     )]
     Position {
         /// `head` or `tail`.

@@ -22,7 +22,7 @@ use crate::control::GateWatcher;
 use crate::event_loop::EventSet;
 use crate::latency::add;
 use crate::reactor::{
-    DedicatedThread, FIRST_OWN_EVENT, Next, ReactorPool, Source, SourceHandle, Turn,
+    DedicatedThread, FIRST_OWN_EVENT, NextStep, ReactorPool, Source, SourceHandle, Turn,
 };
 use crate::scsi::{DataBuffer, EndedCommand, SharedUnit, UnitQueue};
 use crate::throttle::Throttle;
@@ -271,7 +271,7 @@ impl Source for DeviceServer {
         self.commands.port_mut().kick(alone);
     }
 
-    fn answer(&mut self, turn: &mut Turn<'_>) -> Next {
+    fn answer(&mut self, turn: &mut Turn<'_>) -> NextStep {
         self.commands.complete(turn);
         self.commands.retry_blocked(turn);
         if let Some(good) = self.commands.take_flushed() {
@@ -285,15 +285,15 @@ impl Source for DeviceServer {
             self.fail(error);
         }
         if (self.failed || turn.is_stopping()) && self.commands.len() == 0 {
-            Next::End
+            NextStep::End
         } else if self.commands.port().has_submitted() || self.commands.has_completions() {
-            Next::Work
+            NextStep::Work
         } else if self.more {
-            Next::Take
+            NextStep::Take
         } else if self.commands.is_starved() {
-            Next::WaitUntil(Instant::now() + MemoryClient::RETRY)
+            NextStep::WaitUntil(Instant::now() + MemoryClient::RETRY)
         } else {
-            Next::Wait
+            NextStep::Wait
         }
     }
 

@@ -33,7 +33,7 @@ pub(super) enum QueueArea {
 
 /// One half of a 64-bit address register.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Half {
+pub(super) enum RegisterHalf {
     Low,
     High,
 }
@@ -380,7 +380,7 @@ impl<M: DeviceMemory, D: VirtioDevice> DeviceState<M, D> {
 
     /// Sets one half of an address of the selected queue. The address is checked when the queue
     /// starts.
-    pub(super) fn set_queue_address(&mut self, ring: QueueArea, half: Half, value: u32) {
+    pub(super) fn set_queue_address(&mut self, ring: QueueArea, half: RegisterHalf, value: u32) {
         let Some(setup) = self.writable_setup() else {
             return;
         };
@@ -390,8 +390,8 @@ impl<M: DeviceMemory, D: VirtioDevice> DeviceState<M, D> {
             QueueArea::Device => &mut setup.device,
         };
         *address = match half {
-            Half::Low => *address & !0xffff_ffff | u64::from(value),
-            Half::High => *address & 0xffff_ffff | u64::from(value) << 32,
+            RegisterHalf::Low => *address & !0xffff_ffff | u64::from(value),
+            RegisterHalf::High => *address & 0xffff_ffff | u64::from(value) << 32,
         };
     }
 

@@ -6,7 +6,7 @@ use std::sync::Arc;
 use vmm_sys_util::eventfd::EventFd;
 
 use super::Device;
-use super::device_state::{DeviceState, Half, QueueArea};
+use super::device_state::{DeviceState, QueueArea, RegisterHalf};
 use super::offsets::mmio as reg;
 use super::registers::Registers;
 use crate::block::VirtioBlock;
@@ -124,15 +124,23 @@ impl<M: DeviceMemory, D: Device> MmioTransport<M, D> {
             reg::STATUS if value == 0 => state.reset(),
             reg::STATUS if value as u8 != 0 => state.write_status(value as u8),
             reg::QUEUE_DESC_LOW => {
-                state.set_queue_address(QueueArea::Descriptors, Half::Low, value)
+                state.set_queue_address(QueueArea::Descriptors, RegisterHalf::Low, value)
             }
             reg::QUEUE_DESC_HIGH => {
-                state.set_queue_address(QueueArea::Descriptors, Half::High, value)
+                state.set_queue_address(QueueArea::Descriptors, RegisterHalf::High, value)
             }
-            reg::QUEUE_DRIVER_LOW => state.set_queue_address(QueueArea::Driver, Half::Low, value),
-            reg::QUEUE_DRIVER_HIGH => state.set_queue_address(QueueArea::Driver, Half::High, value),
-            reg::QUEUE_DEVICE_LOW => state.set_queue_address(QueueArea::Device, Half::Low, value),
-            reg::QUEUE_DEVICE_HIGH => state.set_queue_address(QueueArea::Device, Half::High, value),
+            reg::QUEUE_DRIVER_LOW => {
+                state.set_queue_address(QueueArea::Driver, RegisterHalf::Low, value)
+            }
+            reg::QUEUE_DRIVER_HIGH => {
+                state.set_queue_address(QueueArea::Driver, RegisterHalf::High, value)
+            }
+            reg::QUEUE_DEVICE_LOW => {
+                state.set_queue_address(QueueArea::Device, RegisterHalf::Low, value)
+            }
+            reg::QUEUE_DEVICE_HIGH => {
+                state.set_queue_address(QueueArea::Device, RegisterHalf::High, value)
+            }
             _ => tracing::debug!("virtio-mmio: write of {value:#x} to {register:#x}: ignored"),
         }
     }

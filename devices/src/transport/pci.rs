@@ -12,7 +12,7 @@ use std::sync::Arc;
 use vmm_sys_util::eventfd::EventFd;
 
 use super::Device;
-use super::device_state::{DeviceState, Half, QueueArea};
+use super::device_state::{DeviceState, QueueArea, RegisterHalf};
 use super::msix::{
     CONTROL_ENABLE, CONTROL_FUNCTION_MASK, ENTRY_LEN, Msix, NO_VECTOR, PciInterrupt,
 };
@@ -408,9 +408,9 @@ impl<M: DeviceMemory, D: Device> PciTransport<M, D> {
 
     fn write_common_32(&mut self, offset: u64, value: u32) {
         let half = if offset & 4 == 0 {
-            Half::Low
+            RegisterHalf::Low
         } else {
-            Half::High
+            RegisterHalf::High
         };
         let state = &mut self.state;
         match offset {

@@ -78,11 +78,11 @@ pub enum DeviceError {
 }
 
 /// Says at which step the system refused.
-pub(super) trait During<T> {
+pub(super) trait StepContext<T> {
     fn during(self, step: &'static str) -> Result<T, DeviceError>;
 }
 
-impl<T, E: Into<io::Error>> During<T> for Result<T, E> {
+impl<T, E: Into<io::Error>> StepContext<T> for Result<T, E> {
     fn during(self, step: &'static str) -> Result<T, DeviceError> {
         self.map_err(|error| DeviceError::Refused {
             step,
@@ -164,7 +164,7 @@ pub enum DeviceState {
 }
 
 /// The driver's control device.
-pub struct Control {
+pub struct ControlDevice {
     ring: Mutex<ControlRing>,
     features: u64,
 }
@@ -178,7 +178,7 @@ struct ControlRing {
     sent: u64,
 }
 
-impl Control {
+impl ControlDevice {
     /// Opens the control device, as root.
     ///
     /// # Errors
@@ -410,7 +410,7 @@ enum Stage {
 /// A device of the driver, which this process serves or is about to. Dropping it removes it from
 /// the kernel, unless programs wait for it already: then they wait for the next server.
 pub struct KernelDevice {
-    control: Arc<Control>,
+    control: Arc<ControlDevice>,
     number: u32,
     stage: Stage,
     /// Taken by the device's server, which must end before this is dropped.
@@ -418,7 +418,11 @@ pub struct KernelDevice {
 }
 
 impl KernelDevice {
-    fn open(control: &Arc<Control>, info: DeviceInfo, stage: Stage) -> Result<Self, DeviceError> {
+    fn open(
+        control: &Arc<ControlDevice>,
+        info: DeviceInfo,
+        stage: Stage,
+    ) -> Result<Self, DeviceError> {
         let mut device = Self {
             control: Arc::clone(control),
             number: info.device,
@@ -507,7 +511,7 @@ impl KernelDevice {
     }
 
     /// Its number, and what commands it.
-    pub(super) fn handle(&self) -> (u32, Arc<Control>) {
+    pub(super) fn handle(&self) -> (u32, Arc<ControlDevice>) {
         (self.number, Arc::clone(&self.control))
     }
 }

@@ -3,7 +3,7 @@
 use std::io;
 use std::sync::Arc;
 
-use super::control::{Control, DeviceError, During, KernelDevice};
+use super::control::{ControlDevice, DeviceError, KernelDevice, StepContext};
 use super::layout::Parameters;
 use super::worker::{QueueServers, WorkerPool};
 use crate::backend::{Backend, SECTOR_SIZE};
@@ -149,7 +149,7 @@ struct DiskControl {
     /// Whether the kernel sends FLUSHes.
     flushes: bool,
     /// The device's number, and what commands it.
-    kernel: (u32, Arc<Control>),
+    kernel: (u32, Arc<ControlDevice>),
     name: String,
 }
 

@@ -6,7 +6,7 @@
 //!                                                   │ ▲
 //!            descriptors in shared memory, a ring   │ │   COMMIT_AND_FETCH: the answer of a tag, and a wait for its
 //!            entry for each request                 ▼ │   next request; all answers of a round in one system call
-//!   Control, KernelDevice   make, take over, start and remove devices      control.rs
+//!   ControlDevice, KernelDevice   make, take over, start and remove devices      control.rs
 //!   QueueRing   a queue's ring; data is copied by pread and pwrite         queue.rs, layout.rs
 //!   Device, ServedDevice   a disk, and its queues in the reactor           device.rs, worker.rs
 //! ```
@@ -31,6 +31,8 @@ mod layout;
 mod queue;
 mod worker;
 
-pub use control::{Control, DeviceError, DeviceState, FoundDevice, KernelDevice, WantedDevice};
+pub use control::{
+    ControlDevice, DeviceError, DeviceState, FoundDevice, KernelDevice, WantedDevice,
+};
 pub use device::{Device, ServedDevice};
 pub use worker::WorkerPool;

@@ -22,7 +22,7 @@ use crate::event_loop::EventSet;
 use crate::latency::{OperationKind, add};
 use crate::metrics::BlockMetrics;
 use crate::reactor::{
-    DedicatedThread, DiskPort, FIRST_OWN_EVENT, LEAST_IN_FLIGHT, Next, ReactorPool, Source,
+    DedicatedThread, DiskPort, FIRST_OWN_EVENT, LEAST_IN_FLIGHT, NextStep, ReactorPool, Source,
     SourceHandle, Turn,
 };
 use crate::throttle::Throttle;
@@ -408,7 +408,7 @@ impl Source for QueueServer {
         self.port.kick(alone && self.requests == 1);
     }
 
-    fn answer(&mut self, turn: &mut Turn<'_>) -> Next {
+    fn answer(&mut self, turn: &mut Turn<'_>) -> NextStep {
         let mut completions = std::mem::take(&mut self.completions);
         self.port.completions(&mut completions);
         let mut handled = 0;
@@ -430,15 +430,15 @@ impl Source for QueueServer {
         }
         let over = self.failed || self.tags == 0 || turn.is_stopping();
         if over && self.requests == 0 {
-            Next::End
+            NextStep::End
         } else if self.port.has_submitted() || !self.completions.is_empty() {
-            Next::Work
+            NextStep::Work
         } else if self.more && !over {
-            Next::Take
+            NextStep::Take
         } else if self.hungry_since.is_some() && !over {
-            Next::WaitUntil(Instant::now() + MemoryClient::RETRY)
+            NextStep::WaitUntil(Instant::now() + MemoryClient::RETRY)
         } else {
-            Next::Wait
+            NextStep::Wait
         }
     }
 

@@ -39,7 +39,8 @@ impl InflightArea {
         let (queues, queue_size) = dimensions(message)?;
         if !(1..=most).contains(&queues) || !(1..=MAX_QUEUE_SIZE).contains(&queue_size) {
             return Err(refuse(format!(
-                "an inflight area for {queues} queues of {queue_size} descriptors: at most {most} queues of {MAX_QUEUE_SIZE}"
+                "an inflight area for {queues} queues of {queue_size} descriptors: at most {most} \
+                 queues of {MAX_QUEUE_SIZE}"
             )));
         }
         let bytes = usize::from(queues) * Tracker::bytes(queue_size);
@@ -72,7 +73,8 @@ impl InflightArea {
             .map_err(|error| refuse(format!("the inflight area: {error}")))?;
         if size < needed as u64 || offset.checked_add(size).is_none_or(|end| end > length) {
             return Err(refuse(format!(
-                "an inflight area of {size} bytes at {offset} in a file of {length}: {queues} queues of {queue_size} take {needed}"
+                "an inflight area of {size} bytes at {offset} in a file of {length}: {queues} \
+                 queues of {queue_size} take {needed}"
             )));
         }
         let area = MmapRegion::from_file(FileOffset::new(file, offset), needed)
@@ -97,7 +99,8 @@ impl InflightArea {
             .ok_or_else(|| {
                 let (queues, most) = (self.queues, self.queue_size);
                 refuse(format!(
-                    "ring {index} of {size} descriptors does not fit an inflight area for {queues} rings of {most}"
+                    "ring {index} of {size} descriptors does not fit an inflight area for {queues} \
+                     rings of {most}"
                 ))
             })
     }

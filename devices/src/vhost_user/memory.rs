@@ -193,7 +193,8 @@ pub(super) fn check_mappable(file: &File, offset: u64, size: u64) -> io::Result<
     let regular = FileType::from_raw_mode(stat.stx_mode.into()).is_file();
     if !regular || stat.stx_dev_major == 0 {
         return Err(io::Error::other(
-            "its file is neither in memory (memfd, tmpfs, hugetlbfs) nor on a block device's file system",
+            "its file is neither in memory (memfd, tmpfs, hugetlbfs) nor on a block device's file \
+             system",
         ));
     }
     Ok(stat.stx_size)

@@ -48,7 +48,8 @@ impl DeviceControl for ServiceControl {
             Ok(()) | Err(RecvTimeoutError::Disconnected) => Ok(()),
             Err(RecvTimeoutError::Timeout) => {
                 self.resume();
-                let reason = "its front-end has stopped in the middle of a message, or does not read its replies";
+                let reason = "its front-end has stopped in the middle of a message, or does not \
+                              read its replies";
                 Err(io::Error::new(io::ErrorKind::TimedOut, reason))
             }
         }

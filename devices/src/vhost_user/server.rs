@@ -199,9 +199,10 @@ impl<D: VirtioDevice> Service<D> {
                 break ended;
             }
         };
-        match session.has_lost_memory() {
-            true => Err(refuse("it has truncated the memory that it shares")),
-            false => Err(ended),
+        if session.has_lost_memory() {
+            Err(refuse("it has truncated the memory that it shares"))
+        } else {
+            Err(ended)
         }
     }
 

@@ -433,7 +433,8 @@ impl<D: VirtioDevice> FrontEndSession<'_, D> {
         let valid = valid.filter(|size| size.is_power_of_two() && *size <= most);
         self.stopped_ring(index)?.size = valid.ok_or_else(|| {
             refuse(format!(
-                "ring {index} has {size} descriptors: must be a power of two up to queue-size={most}"
+                "ring {index} has {size} descriptors: must be a power of two up to \
+                 queue-size={most}"
             ))
         })?;
         Ok(())

@@ -61,7 +61,8 @@ impl EventNotifier {
             return Err(io::Error::new(
                 error.kind(),
                 format!(
-                    "front-ends cannot be signalled: io_setup: {error}: a kernel with CONFIG_AIO is needed, and room below fs.aio-max-nr"
+                    "front-ends cannot be signalled: io_setup: {error}: a kernel with CONFIG_AIO \
+                     is needed, and room below fs.aio-max-nr"
                 ),
             ));
         }

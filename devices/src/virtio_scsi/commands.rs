@@ -7,7 +7,7 @@ use std::time::Instant;
 
 use super::CMD_PER_LUN;
 use super::request::{Address, GuestData, Layout, PendingCommand, Response, ScsiCommand, parse};
-use super::target::{Target, TaskFunction, Wakeup};
+use super::target::{ScsiTarget, TaskFunction, Wakeup};
 use super::worker::{Role, ScsiQueue};
 use crate::control::GateWatcher;
 use crate::latency::add;
@@ -40,7 +40,7 @@ impl SeenFunction {
 pub(super) struct Commands<M> {
     index: u16,
     layout: Layout,
-    target: Arc<Target>,
+    target: Arc<ScsiTarget>,
     units: Vec<UnitQueue<PendingCommand, GuestData<M>>>,
     functions: Vec<SeenFunction>,
     /// Number of chains taken.
@@ -53,7 +53,7 @@ impl<M: DeviceMemory> Commands<M> {
     /// # Errors
     /// If a disk or the system refuses.
     pub(super) fn open(
-        target: &Arc<Target>,
+        target: &Arc<ScsiTarget>,
         index: u16,
         layout: Layout,
         answer_when_written: bool,

@@ -6,7 +6,7 @@ use std::sync::atomic::Ordering;
 use vm_memory::GuestMemory;
 
 use super::request::{Address, Response};
-use super::target::{Target, TaskFunction};
+use super::target::{ScsiTarget, TaskFunction};
 use super::worker::{Role, ScsiQueue};
 use crate::memory::DeviceMemory;
 use crate::reactor::Turn;
@@ -65,16 +65,16 @@ impl ControlReply {
 
 /// See the module's documentation.
 #[derive(Default)]
-pub(super) struct Control {
+pub(super) struct ControlQueue {
     /// Functions that the request queues are carrying out.
     running: Vec<(Arc<TaskFunction>, ControlReply)>,
 }
 
-impl Control {
+impl ControlQueue {
     /// Carries out a request. `None`: it is answered later.
     fn begin<M: DeviceMemory>(
         &mut self,
-        target: &Target,
+        target: &ScsiTarget,
         max_descriptors: usize,
         guest: &M::M,
         chain: Chain<'_, M::M>,
@@ -139,7 +139,7 @@ fn take<const N: usize, G: GuestMemory>(
     readable.take(memory, &mut bytes).map(|()| bytes)
 }
 
-impl<M: DeviceMemory> Role<M> for Control {
+impl<M: DeviceMemory> Role<M> for ControlQueue {
     fn takes_chains(&self, queue: &ScsiQueue<M>) -> bool {
         self.running.len() < usize::from(queue.active.ring.size())
     }

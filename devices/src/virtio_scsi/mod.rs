@@ -59,10 +59,10 @@ use crate::virtio::{
 };
 
 use commands::Commands;
-use control::Control;
+use control::ControlQueue;
 use events::{EVENT, Events};
 use request::Layout;
-use target::{QueueLinks, Target, UnitControl};
+use target::{QueueLinks, ScsiTarget, UnitControl};
 use worker::{Role, ScsiQueue, ScsiWorker};
 
 /// VIRTIO_SCSI_F_HOTPLUG.
@@ -320,7 +320,7 @@ impl VirtioDevice for VirtioScsi {
         let queue = ScsiQueue {
             active,
             memory,
-            target: Arc::new(Target {
+            target: Arc::new(ScsiTarget {
                 units: self.units.clone(),
                 links: Arc::clone(&self.links),
             }),
@@ -328,7 +328,7 @@ impl VirtioDevice for VirtioScsi {
             max_descriptors: self.config.queue_size.into(),
         };
         match index {
-            CONTROL_QUEUE => self.start(queue, |_| Ok(Control::default()), None),
+            CONTROL_QUEUE => self.start(queue, |_| Ok(ControlQueue::default()), None),
             EVENT_QUEUE => {
                 let wanted = features.has(CHANGE);
                 self.links.forget_resized();

@@ -60,7 +60,7 @@ impl TaskFunction {
 type RunningQueue = (u16, Vec<Arc<TaskFunction>>);
 
 /// A target, as a queue sees it.
-pub(super) struct Target {
+pub(super) struct ScsiTarget {
     pub(super) units: Vec<SharedUnit>,
     pub(super) links: Arc<QueueLinks>,
 }
@@ -152,7 +152,7 @@ impl QueueLinks {
     }
 }
 
-impl Target {
+impl ScsiTarget {
     /// Resets these units.
     pub(super) fn reset(&self, unit: Option<usize>) {
         let units = self.units.iter().enumerate();

@@ -5,13 +5,13 @@ use std::sync::Arc;
 use std::sync::atomic::AtomicU64;
 use std::time::{Duration, Instant};
 
-use super::target::{Target, Wakeup};
+use super::target::{ScsiTarget, Wakeup};
 use crate::backend::{MemoryClient, descriptor};
 use crate::event_loop::EventSet;
 use crate::latency::add;
 use crate::memory::DeviceMemory;
 use crate::metrics::BlockMetrics;
-use crate::reactor::{FIRST_OWN_EVENT, Next, Source, Turn};
+use crate::reactor::{FIRST_OWN_EVENT, NextStep, Source, Turn};
 use crate::throttle::Throttle;
 use crate::virtio::{ActiveQueue, QueueError, UsedElement};
 
@@ -24,7 +24,7 @@ const WOKEN: usize = FIRST_OWN_EVENT + 1;
 pub(super) struct ScsiQueue<M> {
     pub(super) active: ActiveQueue,
     pub(super) memory: M,
-    pub(super) target: Arc<Target>,
+    pub(super) target: Arc<ScsiTarget>,
     /// Chains to publish next.
     pub(super) batch: Vec<UsedElement>,
     pub(super) max_descriptors: usize,
@@ -184,7 +184,7 @@ impl<M: DeviceMemory, R: Role<M>> Source for ScsiWorker<M, R> {
         self.role.kick(alone);
     }
 
-    fn answer(&mut self, turn: &mut Turn<'_>) -> Next {
+    fn answer(&mut self, turn: &mut Turn<'_>) -> NextStep {
         let memory = self.queue.memory.clone();
         let guest = memory.memory();
         let broken = self.queue.active.driver.is_broken();
@@ -200,15 +200,15 @@ impl<M: DeviceMemory, R: Role<M>> Source for ScsiWorker<M, R> {
         });
         self.role.published(&self.queue);
         if turn.is_stopping() && self.role.in_flight() == 0 {
-            Next::End
+            NextStep::End
         } else if self.role.has_work() {
-            Next::Work
+            NextStep::Work
         } else if more {
-            Next::Take
+            NextStep::Take
         } else if self.role.is_starved() {
-            Next::WaitUntil(Instant::now() + MemoryClient::RETRY)
+            NextStep::WaitUntil(Instant::now() + MemoryClient::RETRY)
         } else {
-            Next::Wait
+            NextStep::Wait
         }
     }
 

@@ -8,7 +8,7 @@ use vm_memory::{GuestAddress, GuestMemoryMmap, GuestRegionMmap, MmapRegion};
 use walvisor_devices::backend::ram::RamDisk;
 use walvisor_devices::block::{BlockConfig, VirtioBlock};
 use walvisor_guest::conformance;
-use walvisor_guest::contract::{BootInfo, Line, MMIO_SLOTS, Task};
+use walvisor_guest::contract::{BootInfo, GuestMessage, MMIO_SLOTS, Task};
 use walvisor_guest::error::Error;
 use walvisor_guest::memory::Arena;
 use walvisor_guest::mmio::Mmio;
@@ -155,8 +155,8 @@ fn run<T: Transport>(
     let count = count.expect("memory and a disk that is large enough");
     let lines = report
         .lines()
-        .map(|line| Line::parse(line).expect("a line of a case"));
-    let failed = lines.filter(|line| !matches!(line, Line::Case(_, _, None)));
+        .map(|line| GuestMessage::parse(line).expect("a line of a case"));
+    let failed = lines.filter(|line| !matches!(line, GuestMessage::Case(_, _, None)));
     assert_eq!(
         failed.map(|line| line.to_string()).collect::<Vec<_>>(),
         [""; 0]

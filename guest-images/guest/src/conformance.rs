@@ -19,7 +19,7 @@ mod ring;
 
 use core::fmt::{self, Display, Write};
 
-use crate::contract::Line;
+use crate::contract::GuestMessage;
 use crate::error::Error;
 use crate::memory::Arena;
 use crate::transport::{Interrupts, Transport};
@@ -79,7 +79,7 @@ pub fn run(
         let problem = run(&mut bench).err();
         bench.transport.set_status(0);
         let problem = problem.as_ref().map(|problem| problem as &dyn Display);
-        let line = Line::Case(&name as &dyn Display, case as &dyn Display, problem);
+        let line = GuestMessage::Case(&name as &dyn Display, case as &dyn Display, problem);
         // If the console fails, there is no other way to report the case.
         let _ = writeln!(console, "{line}");
         count += 1;

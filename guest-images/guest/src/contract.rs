@@ -2,7 +2,7 @@
 //!
 //! 1. [`BootInfo`]: a few words in guest memory, whose address is the argument of the guest's
 //!    entry.
-//! 2. [`Line`]: the guest's reports over the serial console. Lines that begin with `@` are for the
+//! 2. [`GuestMessage`]: the guest's reports over the serial console. Lines that begin with `@` are for the
 //!    VMM: for each transport one `@begin` and one `@end` (`@loaded` after a load), or a `@fail`,
 //!    then `@off`. All other lines are for the user. The VMM measures the time from the end of a
 //!    `@begin` line to the first byte of the next line, so console output is not part of the
@@ -234,7 +234,7 @@ pub struct LoadResult {
 
 /// A line for the VMM. The transport and the reason are of type `T`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Line<T> {
+pub enum GuestMessage<T> {
     /// The job of this transport begins.
     Begin(T),
     /// The job of this transport has ended, with every byte verified.
@@ -252,7 +252,7 @@ pub enum Line<T> {
     Off,
 }
 
-impl<T: fmt::Display> fmt::Display for Line<T> {
+impl<T: fmt::Display> fmt::Display for GuestMessage<T> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::Begin(transport) => write!(f, "@begin {transport}"),
@@ -296,7 +296,7 @@ impl<T: fmt::Display> fmt::Display for Line<T> {
     }
 }
 
-impl<'a> Line<&'a str> {
+impl<'a> GuestMessage<&'a str> {
     /// Parses a line without its line end. Returns `None` if the line is not for the VMM.
     pub fn parse(line: &'a str) -> Option<Self> {
         let (word, rest) = line.split_once(' ').unwrap_or((line, ""));
@@ -433,9 +433,9 @@ mod tests {
             digest: Digest(7),
         };
         for line in [
-            Line::Begin("mmio"),
-            Line::End("pci", outcome),
-            Line::Loaded(
+            GuestMessage::Begin("mmio"),
+            GuestMessage::End("pci", outcome),
+            GuestMessage::Loaded(
                 "pci",
                 LoadResult {
                     counts,
@@ -446,13 +446,13 @@ mod tests {
                     write_cache: true,
                 },
             ),
-            Line::Fail("mmio", "block 1, byte 2: expected 0x03, read 0x04"),
-            Line::Case("mmio", "flush", None),
-            Line::Case("pci", "chain-loop", Some("no reset is asked for")),
-            Line::Checked("pci", 40),
-            Line::Off,
+            GuestMessage::Fail("mmio", "block 1, byte 2: expected 0x03, read 0x04"),
+            GuestMessage::Case("mmio", "flush", None),
+            GuestMessage::Case("pci", "chain-loop", Some("no reset is asked for")),
+            GuestMessage::Checked("pci", 40),
+            GuestMessage::Off,
         ] {
-            assert_eq!(Line::parse(&line.to_string()), Some(line));
+            assert_eq!(GuestMessage::parse(&line.to_string()), Some(line));
         }
     }
 
@@ -471,7 +471,7 @@ mod tests {
             "@checked mmio",
             "@checked mmio x",
         ] {
-            assert_eq!(Line::parse(text), None, "{text:?}");
+            assert_eq!(GuestMessage::parse(text), None, "{text:?}");
         }
     }
 

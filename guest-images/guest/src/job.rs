@@ -10,7 +10,7 @@ use core::fmt::{Arguments, Write};
 use crate::block::Block;
 use crate::block::config::feature;
 use crate::block::request::{ID_BYTES, Request};
-use crate::contract::{Digest, Line, Outcome};
+use crate::contract::{Digest, GuestMessage, Outcome};
 use crate::error::Error;
 use crate::memory::{Arena, Region};
 use crate::pattern::{BLOCK, Generations};
@@ -45,7 +45,10 @@ pub fn run(
     let mut generations = Generations::new(arena.take(BLOCKS as usize * 4, 8)?, seed);
     let mut large = arena.take(LARGE_BLOCKS as usize * BLOCK, BLOCK)?;
     describe(block, console)?;
-    say(console, format_args!("{}", Line::Begin(block.name())));
+    say(
+        console,
+        format_args!("{}", GuestMessage::Begin(block.name())),
+    );
     block.start_counting();
 
     lone_writes(block, &mut generations)?;

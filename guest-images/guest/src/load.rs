@@ -16,7 +16,7 @@ use core::fmt::Write;
 use crate::block::Block;
 use crate::block::request::{Request, SLOTS};
 use crate::block::{MAX_QUEUES, config::feature};
-use crate::contract::{Line, Load, LoadKind, LoadResult, mix};
+use crate::contract::{GuestMessage, Load, LoadKind, LoadResult, mix};
 use crate::error::Error;
 use crate::histogram::Histogram;
 use crate::pattern::BLOCK;
@@ -45,7 +45,7 @@ pub fn run(
     // Without CONFIG_WCE a device that offers FLUSH has a write cache (virtio 1.2, 5.2.5).
     let write_cache = !block.features.has(feature::CONFIG_WCE) || block.write_cache();
     // If the console fails, there is no other way to report.
-    let _ = writeln!(console, "{}", Line::Begin(block.name()));
+    let _ = writeln!(console, "{}", GuestMessage::Begin(block.name()));
     block.start_counting();
 
     let mut histogram = Histogram::default();
@@ -82,6 +82,6 @@ pub fn run(
         p999: histogram.quantile(999),
         write_cache,
     };
-    let _ = writeln!(console, "{}", Line::Loaded(block.name(), loaded));
+    let _ = writeln!(console, "{}", GuestMessage::Loaded(block.name(), loaded));
     Ok(())
 }

@@ -17,7 +17,7 @@ use console::Console;
 use interrupt::Controller;
 use walvisor_guest::block::Block;
 use walvisor_guest::conformance;
-use walvisor_guest::contract::{BootInfo, Line, Outcome, Task, WORDS};
+use walvisor_guest::contract::{BootInfo, GuestMessage, Outcome, Task, WORDS};
 use walvisor_guest::error::Error;
 use walvisor_guest::job;
 use walvisor_guest::load;
@@ -100,16 +100,16 @@ extern "C" fn main(boot: u64) -> ! {
         };
         match outcome {
             Ok(TaskResult::Job(outcome)) => {
-                writeln!(Console, "{}", Line::End(transport, outcome)).ok()
+                writeln!(Console, "{}", GuestMessage::End(transport, outcome)).ok()
             }
             Ok(TaskResult::Load) => None,
             Ok(TaskResult::Cases(count)) => {
-                writeln!(Console, "{}", Line::Checked(transport, count)).ok()
+                writeln!(Console, "{}", GuestMessage::Checked(transport, count)).ok()
             }
             Err(error) => writeln!(Console, "@fail {transport} {error}").ok(),
         };
     }
-    writeln!(Console, "{}", Line::<&str>::Off).ok();
+    writeln!(Console, "{}", GuestMessage::<&str>::Off).ok();
     // SAFETY: the virtual machine ends here; no memory is used any more.
     unsafe { write_port16(info.off_port, info.off_value) };
     reset()

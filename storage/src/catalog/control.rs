@@ -173,7 +173,8 @@ pub(crate) fn existing_log(log_dir: &Path, access: Access) -> Result<ControlFile
         Error::new(
             ErrorKind::NotFound,
             format!(
-                "{}: this is not a log (it has no control file); name a log directory, such as disk.img.wal",
+                "{}: this is not a log (it has no control file); name a log directory, such as \
+                 disk.img.wal",
                 log_dir.display()
             ),
         )
@@ -193,8 +194,8 @@ pub(crate) fn refuse_occupied(log_dir: &Path) -> Result<()> {
         Err(Error::new(
             ErrorKind::Damaged,
             format!(
-                "{}: the directory is neither empty nor a log (it has no control file); restore the log, or name \
-                 another directory",
+                "{}: the directory is neither empty nor a log (it has no control file); restore \
+                 the log, or name another directory",
                 log_dir.display()
             ),
         ))
@@ -372,7 +373,8 @@ pub(crate) fn read_control(
         None => Err(Error::new(
             ErrorKind::Damaged,
             format!(
-                "{}: truncated or damaged: neither of its two slots is valid; restore the log from a copy",
+                "{}: truncated or damaged: neither of its two slots is valid; restore the log from \
+                 a copy",
                 path.display()
             ),
         )),
@@ -433,8 +435,8 @@ pub(crate) fn register(
 pub(crate) fn unknown_version(path: &Path, version: u32) -> Error {
     let remedy = match version {
         1 => {
-            "run 'walvisor disk checkpoint' for each of its disks with the program that wrote it, then remove the \
-             log's directory: opening a disk makes a new log"
+            "run 'walvisor disk checkpoint' for each of its disks with the program that wrote it, \
+             then remove the log's directory: opening a disk makes a new log"
         }
         _ => "use the program that wrote it",
     };

@@ -30,7 +30,7 @@ use zerocopy::little_endian::{U16, U32, U64};
 use crate::catalog::snapshot::{Snapshot, SnapshotName};
 use crate::error::invalid;
 use crate::format::{BLOCK, Control, DiskEntry, ImageEntry, SAMPLES, Sample};
-use crate::index::{ExtentMap, Piece, Place};
+use crate::index::{ExtentMap, Location, Piece};
 use crate::medium::file::DataFile;
 use crate::medium::mark::{ImageMark, Inode};
 use crate::{Buffer, Error, Result, SECTOR_SIZE};
@@ -297,8 +297,8 @@ impl Control {
         let snapshots = self.snapshots.len();
         let image = self.image_mut(disk_id).ok_or_else(|| {
             invalid(format!(
-                "the log has {snapshots} snapshots, and no room to record that a disk has another image; delete one \
-                 with 'snapshot-delete NAME'"
+                "the log has {snapshots} snapshots, and no room to record that a disk has another \
+                 image; delete one with 'snapshot-delete NAME'"
             ))
         })?;
         image.since_lsn = U64::new(since);
@@ -327,7 +327,7 @@ fn crc_at(base: &dyn DataFile, offset: u64, len: usize) -> std::io::Result<u32> 
 /// which the image may have had before.
 pub(crate) fn written_parts(layer: &ExtentMap) -> [Option<(u64, u64)>; 2] {
     let part = |piece: Piece| (piece.sector * SECTOR_SIZE, piece.sectors * SECTOR_SIZE);
-    let bytes = |piece: &Piece| !matches!(piece.place, Some(Place::Zero { .. }));
+    let bytes = |piece: &Piece| !matches!(piece.place, Some(Location::Zero { .. }));
     let mut found = layer.iter().filter(bytes);
     match found.next() {
         Some(first) => [Some(part(first)), found.last().map(part)],

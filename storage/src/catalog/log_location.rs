@@ -114,8 +114,9 @@ pub(crate) fn refuse_other_log(path: &Path, log_dir: &Path) -> Result<()> {
     Err(Error::new(
         ErrorKind::WrongLog,
         format!(
-            "{0}: the disk is on the log in {1}, not in {2}; name that log ('log={1}' in a --disk, '--log {1}' for a \
-             command), or take the disk out of it with: walvisor disk leave {0} --log {1}",
+            "{0}: the disk is on the log in {1}, not in {2}; name that log ('log={1}' in a --disk, \
+             '--log {1}' for a command), or take the disk out of it with: walvisor disk leave {0} \
+             --log {1}",
             path.display(),
             named.dir.display(),
             log_dir.display(),

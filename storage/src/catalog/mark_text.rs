@@ -43,7 +43,8 @@ impl FromStr for MarkText {
         let refused = |c: char| c.is_control() || ['\u{2028}', '\u{2029}'].contains(&c);
         if !(1..=Self::MOST_BYTES).contains(&text.len()) || text.contains(refused) {
             return Err(invalid(format!(
-                "{text:?} is not a valid text for a mark: give one line of 1 to {} bytes, without control characters",
+                "{text:?} is not a valid text for a mark: give one line of 1 to {} bytes, without \
+                 control characters",
                 Self::MOST_BYTES
             )));
         }

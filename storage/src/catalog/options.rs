@@ -211,7 +211,8 @@ pub(crate) fn check_options(options: &StoreOptions) -> Result<()> {
     let size = options.segment_size;
     if !(64 << 10..=1 << 30).contains(&size) || !size.is_multiple_of(BLOCK as u64) {
         return Err(invalid(format!(
-            "a segment size of {size} bytes is not valid; use a multiple of 4096 from 64 KiB to 1 GiB"
+            "a segment size of {size} bytes is not valid; use a multiple of 4096 from 64 KiB to 1 \
+             GiB"
         )));
     }
     if !SEGMENTS.contains(&options.max_segments) {
@@ -236,7 +237,8 @@ pub struct Resize {
 pub(crate) fn check_size(path: &Path, size: u64) -> Result<()> {
     if size == 0 || !size.is_multiple_of(SECTOR_SIZE) || size > i64::MAX as u64 {
         Err(invalid(format!(
-            "{}: a disk size of {size} bytes is not valid; use a positive multiple of 512 below 2^63",
+            "{}: a disk size of {size} bytes is not valid; use a positive multiple of 512 below \
+             2^63",
             path.display()
         )))
     } else {

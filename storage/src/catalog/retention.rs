@@ -55,8 +55,9 @@ impl Retention {
         self.set(control)?;
         if !self.covers(old) {
             return Err(invalid(format!(
-                "the log keeps retain={old}, and retain={self} would give history of its disks up; leave it out, or keep \
-                 less with 'walvisor ctl SOCKET set-retain {self}' while one of them is in use"
+                "the log keeps retain={old}, and retain={self} would give history of its disks up; \
+                 leave it out, or keep less with 'walvisor ctl SOCKET set-retain {self}' while one \
+                 of them is in use"
             )));
         }
         Ok(())
@@ -94,8 +95,8 @@ impl Retention {
         if needed > MOST_SEGMENTS {
             let most = (MOST_SEGMENTS - others) * size;
             return Err(invalid(format!(
-                "this log can keep at most {most} bytes of history: {MOST_SEGMENTS} segments of {size} bytes, less \
-                 {others} for what is being written"
+                "this log can keep at most {most} bytes of history: {MOST_SEGMENTS} segments of \
+                 {size} bytes, less {others} for what is being written"
             )));
         }
         header.max_segments = U32::new(needed.max(most) as u32);

@@ -190,8 +190,9 @@ impl Control {
         if !self.fits() {
             self.rewinds.pop();
             return Err(invalid(format!(
-                "it has {} restores in place that the images have not passed, and no room for another; \
-                 'walvisor disk checkpoint DISK' makes room: it copies the log to the images, which ends the history",
+                "it has {} restores in place that the images have not passed, and no room for \
+                 another; 'walvisor disk checkpoint DISK' makes room: it copies the log to the \
+                 images, which ends the history",
                 self.rewinds.len()
             )));
         }

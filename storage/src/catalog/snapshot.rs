@@ -52,8 +52,8 @@ impl FromStr for SnapshotName {
         let allowed = |byte: u8| byte.is_ascii_alphanumeric() || b"._-".contains(&byte);
         if !(1..=64).contains(&text.len()) || !text.bytes().all(allowed) {
             return Err(invalid(format!(
-                "'{text}' is not a valid name for a snapshot: give 1 to 64 of the characters A-Z, a-z, 0-9, '.', '_' \
-                 and '-'"
+                "'{text}' is not a valid name for a snapshot: give 1 to 64 of the characters A-Z, \
+                 a-z, 0-9, '.', '_' and '-'"
             )));
         }
         let mut name = [0; 64];
@@ -146,7 +146,8 @@ impl Snapshot {
             return Err(Error::new(
                 ErrorKind::AlreadyExists,
                 format!(
-                    "a snapshot '{name}' exists already; give another name, or delete it with 'snapshot-delete {name}'"
+                    "a snapshot '{name}' exists already; give another name, or delete it with \
+                     'snapshot-delete {name}'"
                 ),
             ));
         }
@@ -169,7 +170,8 @@ impl Snapshot {
             control.snapshots.remove(place);
             let count = control.snapshots.len();
             return Err(invalid(format!(
-                "the log has {count} snapshots, and no room for another; delete one with 'snapshot-delete NAME'"
+                "the log has {count} snapshots, and no room for another; delete one with \
+                 'snapshot-delete NAME'"
             )));
         }
         Ok(())
@@ -227,7 +229,8 @@ impl Snapshot {
             Ok(())
         } else {
             Err(invalid(format!(
-                "{}: {what}, and snapshots of its log need it: {names}; delete them with 'walvisor disk snapshot-delete'",
+                "{}: {what}, and snapshots of its log need it: {names}; delete them with 'walvisor \
+                 disk snapshot-delete'",
                 path.display()
             )))
         }

@@ -21,7 +21,7 @@ use crate::checkpoint::pace::{CopyPace, IN_FLIGHT_RUNS};
 use crate::checkpoint::readahead::Readahead;
 use crate::checkpoint::runs::{Run, Stripes};
 use crate::error::{Error, ErrorKind, Result};
-use crate::index::{ExtentMap, Piece, Place};
+use crate::index::{ExtentMap, Location, Piece};
 use crate::log::disk_state::DiskState;
 use crate::log::state::Log;
 use crate::medium::cost::MediumCost;
@@ -124,9 +124,9 @@ impl DamagedExtents {
         Error::new(
             error.kind(),
             format!(
-                "{path}: {error}; damaged blocks stay in the log until they are overwritten, and reading them fails; \
-                 other data is unaffected; once the disk is closed, 'walvisor disk check {path}' lists sectors and \
-                 LSNs"
+                "{path}: {error}; damaged blocks stay in the log until they are overwritten, and \
+                 reading them fails; other data is unaffected; once the disk is closed, 'walvisor \
+                 disk check {path}' lists sectors and LSNs"
             ),
         )
     }
@@ -626,7 +626,7 @@ impl<'a, R: Iterator<Item = (&'a Arc<DiskState>, Run)>> Copier<'a, R> {
             let len = (piece.sectors * SECTOR_SIZE) as usize;
             flight.memory += len.next_multiple_of(BUFFER_ALIGN);
             flight.chunks.push(match &piece.place {
-                Some(Place::Log { segment, offset }) => {
+                Some(Location::Log { segment, offset }) => {
                     flight.reads += 1;
                     let read = LogRead::new(segment.clone(), *offset, len);
                     let io = Io::Read {
@@ -637,10 +637,10 @@ impl<'a, R: Iterator<Item = (&'a Arc<DiskState>, Run)>> Copier<'a, R> {
                     self.engine.submit(id(part), io);
                     RunPart::Reading(read)
                 }
-                Some(Place::Memory { payload, offset }) => {
+                Some(Location::Memory { payload, offset }) => {
                     RunPart::Read(chunk(Buffer::from(&payload[*offset..*offset + len])))
                 }
-                Some(Place::Zero { .. }) | None => {
+                Some(Location::Zero { .. }) | None => {
                     unreachable!("a run of data has data, and a layer's extents have places")
                 }
             });
@@ -881,7 +881,7 @@ mod tests {
         let mut layer = ExtentMap::default();
         for at in (0..2 * MIB).step_by(16 << 10) {
             let payload = payload.clone();
-            let place = Place::Memory {
+            let place = Location::Memory {
                 payload,
                 offset: at,
             };

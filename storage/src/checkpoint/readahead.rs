@@ -9,7 +9,7 @@
 
 use std::collections::{HashMap, VecDeque};
 
-use crate::index::{Piece, Place};
+use crate::index::{Location, Piece};
 use crate::log::state::Log;
 use crate::medium::file::Segment;
 use crate::sync::Arc;
@@ -32,7 +32,7 @@ impl Readahead {
     pub(crate) fn of(log: &Log, pieces: impl Iterator<Item = Piece>) -> Self {
         let mut parts: HashMap<*const Segment, (Arc<Segment>, u64)> = HashMap::new();
         for piece in pieces {
-            if let Some(Place::Log { segment, .. }) = piece.place {
+            if let Some(Location::Log { segment, .. }) = piece.place {
                 let entry = parts.entry(Arc::as_ptr(&segment));
                 entry.or_insert_with(|| (segment, 0)).1 += 1;
             }
@@ -113,7 +113,7 @@ mod tests {
             (0..count).map(move |at| Piece {
                 sector: at * 8,
                 sectors: 8,
-                place: Some(Place::Log {
+                place: Some(Location::Log {
                     segment: segment.clone(),
                     offset: at * 4096,
                 }),

@@ -14,7 +14,7 @@ use std::collections::VecDeque;
 use std::iter::Peekable;
 
 use crate::SECTOR_SIZE;
-use crate::index::{Piece, Place};
+use crate::index::{Location, Piece};
 use crate::medium::cost::MediumCost;
 use crate::medium::file::MAX_CHUNKS;
 use crate::sync::Arc;
@@ -109,7 +109,7 @@ impl<I: Iterator<Item = Piece>> Runs<I> {
 
 fn is_zero(piece: &Piece) -> Option<bool> {
     match piece.place {
-        Some(Place::Zero { unmap, .. }) => Some(unmap),
+        Some(Location::Zero { unmap, .. }) => Some(unmap),
         _ => None,
     }
 }
@@ -156,8 +156,8 @@ impl<I: Iterator<Item = Piece>> Iterator for Runs<I> {
 fn follows(last: &Piece, next: &Piece) -> bool {
     match (&last.place, &next.place) {
         (
-            Some(Place::Log { segment, offset }),
-            Some(Place::Log {
+            Some(Location::Log { segment, offset }),
+            Some(Location::Log {
                 segment: next_segment,
                 offset: next_offset,
             }),
@@ -248,7 +248,7 @@ mod tests {
         let payload = Buffer::zeroed(512).share();
         // The tests never read the bytes; the offset identifies them.
         let offset = sector as usize * 512;
-        let place = Some(Place::Memory { payload, offset });
+        let place = Some(Location::Memory { payload, offset });
         Piece {
             sector,
             sectors,
@@ -257,7 +257,7 @@ mod tests {
     }
 
     fn zeroes(sector: u64, sectors: u64) -> Piece {
-        let place = Some(Place::Zero {
+        let place = Some(Location::Zero {
             unmap: true,
             lsn: 1,
         });
@@ -342,10 +342,10 @@ mod tests {
                 at += gap;
                 let place = match kind {
                     // The test never reads the bytes; the offset identifies them.
-                    0 | 1 => Place::Memory { payload: payload.clone(), offset: at as usize * 512 },
-                    _ => Place::Zero { unmap: kind == 2, lsn: 1 },
+                    0 | 1 => Location::Memory { payload: payload.clone(), offset: at as usize * 512 },
+                    _ => Location::Zero { unmap: kind == 2, lsn: 1 },
                 };
-                let zero = match place { Place::Zero { unmap, .. } => Some(unmap), _ => None };
+                let zero = match place { Location::Zero { unmap, .. } => Some(unmap), _ => None };
                 wanted.extend((at..at + sectors).map(|sector| (sector, zero)));
                 pieces.push(Piece { sector: at, sectors, place: Some(place) });
                 at += sectors;
@@ -363,7 +363,7 @@ mod tests {
                         prop_assert!(!parts.is_empty() && parts.len() <= MAX_CHUNKS);
                         let mut end = sector;
                         for part in parts {
-                            let Some(Place::Memory { offset, .. }) = part.place else { panic!("{part:?}") };
+                            let Some(Location::Memory { offset, .. }) = part.place else { panic!("{part:?}") };
                             prop_assert_eq!((part.sector, offset as u64), (end, end * 512));
                             end += part.sectors;
                         }

@@ -159,7 +159,10 @@ impl Disk {
     fn unmarked(&self) -> Error {
         let condition = self.log.condition();
         let why = condition.trouble().map(|trouble| trouble.error.as_str());
-        let why = why.unwrap_or("it is full or being closed, the disk is leaving it, or its replica did not take the mark");
+        let why = why.unwrap_or(
+            "it is full or being closed, the disk is leaving it, or its \
+                                 replica did not take the mark",
+        );
         let dir = self.log.dir.display();
         Error::new(
             ErrorKind::Io,
@@ -313,8 +316,8 @@ impl Disk {
         let old_size = disk.sectors() * SECTOR_SIZE;
         if size < old_size {
             return Err(invalid(format!(
-                "{}: the disk is in use, so it cannot shrink from {old_size} to {size} bytes; stop the program that \
-                 uses it, then run 'walvisor disk resize'",
+                "{}: the disk is in use, so it cannot shrink from {old_size} to {size} bytes; stop \
+                 the program that uses it, then run 'walvisor disk resize'",
                 disk.path.display()
             )));
         }

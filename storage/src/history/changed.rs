@@ -16,7 +16,7 @@ use std::path::Path;
 use crate::catalog::snapshot::SavedFiles;
 use crate::error::{Error, ErrorKind, Result};
 use crate::history::saved::read_saved;
-use crate::index::{ExtentLimit, ExtentMap, Piece, Place};
+use crate::index::{ExtentLimit, ExtentMap, Location, Piece};
 use crate::log::commit::{LogPosition, PositionCache, SavedExtentsCache};
 use crate::log::ring::LiveSegment;
 use crate::medium::file::Segment;
@@ -158,13 +158,15 @@ impl ChangesSince {
         // How many sectors at the start of the piece have not changed.
         let old = match (&piece.place, self.position) {
             (None, _) => piece.sectors,
-            (Some(Place::Zero { lsn, .. }), _) if *lsn <= self.lsn => piece.sectors,
-            (Some(Place::Zero { unmap: true, .. }), _) if planted(Mutant::ChangesMissDiscard) => {
+            (Some(Location::Zero { lsn, .. }), _) if *lsn <= self.lsn => piece.sectors,
+            (Some(Location::Zero { unmap: true, .. }), _)
+                if planted(Mutant::ChangesMissDiscard) =>
+            {
                 piece.sectors
             }
             // What is not in the log yet is newer than anything durable, and so than any snapshot.
-            (Some(Place::Zero { .. } | Place::Memory { .. }), _) => 0,
-            (Some(Place::Log { segment, offset }), Some(position)) => {
+            (Some(Location::Zero { .. } | Location::Memory { .. }), _) => 0,
+            (Some(Location::Log { segment, offset }), Some(position)) => {
                 match self.sequences.get(&Arc::as_ptr(segment)) {
                     Some(sequence) if *sequence > position.0 => 0,
                     Some(sequence) if *sequence == position.0 => {
@@ -175,7 +177,7 @@ impl ChangesSince {
                     _ => piece.sectors,
                 }
             }
-            (Some(Place::Log { .. }), None) => piece.sectors,
+            (Some(Location::Log { .. }), None) => piece.sectors,
         };
         push_change(changes, old, false);
         push_change(changes, piece.sectors - old, true);

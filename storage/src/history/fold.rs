@@ -17,7 +17,7 @@ use crate::checkpoint::pace::CopyPace;
 use crate::error::{Error, ErrorKind, Result};
 use crate::history::keeper::Keeper;
 use crate::history::machine::CopyEvent;
-use crate::index::{IndexBuilder, Piece, Place};
+use crate::index::{IndexBuilder, Location, Piece};
 use crate::log::commit::Commit;
 use crate::log::orders::KeeperState;
 use crate::log::state::LogState;
@@ -39,8 +39,8 @@ fn who_needs(keeper: &KeeperState, lsn: u64) -> String {
     let snapshot = inside_rewinds.find(|snapshot| snapshot.lsn == lsn);
     let exported = snapshot.is_some_and(|snapshot| snapshot.name.is_of_export());
     if exported || keeper.is_held_briefly() {
-        return "an export, or a restore in place, needs the log; wait until it has ended, or end the export \
-                (export-cancel)"
+        return "an export, or a restore in place, needs the log; wait until it has ended, or end \
+                the export (export-cancel)"
             .to_owned();
     }
     match snapshot {
@@ -152,8 +152,8 @@ impl Keeper {
         let shortened = early > 0 && retain != crate::Retention::All;
         if shortened && !self.shortened {
             tracing::warn!(
-                "log {}: it has no room for all the history it should keep, so the oldest goes; make it larger with \
-                 'walvisor log resize'",
+                "log {}: it has no room for all the history it should keep, so the oldest goes; \
+                 make it larger with 'walvisor log resize'",
                 self.log.dir.display()
             );
         }
@@ -285,7 +285,8 @@ impl Keeper {
         let pinned = pinned.zip(held);
         if let Some(((percent, what), lsn)) = pinned.filter(|_| !self.crowded) {
             tracing::warn!(
-                "log {}: history that must stay takes {percent} % of its {what}, and writes fail at 100 %: {}",
+                "log {}: history that must stay takes {percent} % of its {what}, and writes fail \
+                 at 100 %: {}",
                 log.dir.display(),
                 who_needs(&state.keeper, lsn)
             );
@@ -402,7 +403,7 @@ impl Keeper {
             }
             let descriptor = found.descriptor;
             let place = place(descriptor, found.lsn, found.segment, found.offset);
-            if matches!(place, Place::Zero { .. }) && planted(Mutant::FoldSkipsZeroes) {
+            if matches!(place, Location::Zero { .. }) && planted(Mutant::FoldSkipsZeroes) {
                 return;
             }
             let (sector, sectors) = (descriptor.sector.get(), descriptor.sectors.get());

@@ -43,7 +43,7 @@ use crate::history::machine::{CopyEvent, Phase};
 use crate::history::saved_file::SavedFileWriter;
 use crate::history::spill::CopyBack;
 use crate::history::troubles::Troubles;
-use crate::index::{ExtentMap, Place};
+use crate::index::{ExtentMap, Location};
 use crate::log::commit::Commit;
 use crate::log::committer::{Committer, Leader};
 use crate::log::disk_state::DiskState;
@@ -797,8 +797,8 @@ impl Keeper {
             return Err(Error::new(
                 ErrorKind::NotFound,
                 format!(
-                    "{}: LSN {} can't be exported: the log is being copied to the images up to LSN {lsn}; export \
-                     a point from there on",
+                    "{}: LSN {} can't be exported: the log is being copied to the images up to LSN \
+                     {lsn}; export a point from there on",
                     self.log.dir.display(),
                     point.lsn,
                 ),
@@ -867,8 +867,8 @@ impl Keeper {
         self.log.reserve_checksums(more).map_err(|bytes| {
             let dir = self.log.dir.display();
             invalid(format!(
-                "{dir}: the checksums of a log with so much history need {bytes} bytes more memory than is free: retain \
-                 less, or give the daemon a larger --memory-limit"
+                "{dir}: the checksums of a log with so much history need {bytes} bytes more memory \
+                 than is free: retain less, or give the daemon a larger --memory-limit"
             ))
         })?;
         self.control.change(|control| {
@@ -1245,8 +1245,9 @@ impl Keeper {
         });
         let bytes: u64 = left.sum();
         tracing::warn!(
-            "log {dir}: closed with {bytes} bytes that are not in the base images yet; they stay in the log, and the \
-             next open goes on copying them ('walvisor disk checkpoint' copies everything)"
+            "log {dir}: closed with {bytes} bytes that are not in the base images yet; they stay \
+             in the log, and the next open goes on copying them ('walvisor disk checkpoint' copies \
+             everything)"
         );
     }
 }
@@ -1269,6 +1270,6 @@ impl Drop for Keeper {
 fn bytes(layer: &ExtentMap) -> u64 {
     let data = layer
         .iter()
-        .filter(|piece| !matches!(piece.place, Some(Place::Zero { .. })));
+        .filter(|piece| !matches!(piece.place, Some(Location::Zero { .. })));
     data.map(|piece| piece.sectors * SECTOR_SIZE).sum()
 }

@@ -183,8 +183,8 @@ impl Point {
             (None, None, Some(after)) => Err(self.refused(
                 log_dir,
                 &format!(
-                    "the oldest are LSN {horizon}, which the base image holds, and {after}, at time:{}; the log has \
-                     retain={}",
+                    "the oldest are LSN {horizon}, which the base image holds, and {after}, at \
+                     time:{}; the log has retain={}",
                     utc(after.unix_us),
                     Retention::of(&control.history)
                 ),
@@ -193,7 +193,8 @@ impl Point {
             (None, None, None) => Err(self.refused(
                 log_dir,
                 &format!(
-                    "there is only LSN {horizon}, which the base image holds; the log has retain={}",
+                    "there is only LSN {horizon}, which the base image holds; the log has \
+                     retain={}",
                     Retention::of(&control.history)
                 ),
             )),

@@ -44,7 +44,8 @@ impl Keeper {
         if written || disk.detached.load(Ordering::Relaxed) {
             let path = disk.path.display();
             let message = format!(
-                "{path}: the disk was written to, or left its log, before it could be restored; try again"
+                "{path}: the disk was written to, or left its log, before it could be restored; \
+                 try again"
             );
             return Err(Error::new(ErrorKind::Locked, message));
         }

@@ -74,8 +74,9 @@ impl LogRecords {
             return Err(Error::new(
                 ErrorKind::NotFound,
                 format!(
-                    "{path}: the disk has no history: its log in {} has no record of it after LSN {horizon}, the state \
-                     of the base image; 'retain=24h' in the disk's spec keeps what is written from now on",
+                    "{path}: the disk has no history: its log in {} has no record of it after LSN \
+                     {horizon}, the state of the base image; 'retain=24h' in the disk's spec keeps \
+                     what is written from now on",
                     log_dir.display()
                 ),
             ));
@@ -86,8 +87,9 @@ impl LogRecords {
         })?;
         if to_lsn < control.horizon_of(disk_id) {
             return Err(invalid(format!(
-                "{path}: the base image has moved past LSN {to_lsn}, so the snapshot there can only be copied: \
-                 'walvisor disk restore DISK --at lsn:{to_lsn} -o NEW' makes a copy"
+                "{path}: the base image has moved past LSN {to_lsn}, so the snapshot there can \
+                 only be copied: 'walvisor disk restore DISK --at lsn:{to_lsn} -o NEW' makes a \
+                 copy"
             )));
         }
         let (before, after) = (

@@ -87,7 +87,8 @@ pub(crate) fn snapshots(
 /// The error for a file without what the control file says it has.
 fn damaged(path: &Path, what: &str) -> Error {
     let message = format!(
-        "{}: {what}, so the disks can't be seen as of its snapshot; restore the file from a copy, or delete the snapshot",
+        "{}: {what}, so the disks can't be seen as of its snapshot; restore the file from a copy, \
+         or delete the snapshot",
         path.display()
     );
     Error::new(ErrorKind::Damaged, message)
@@ -317,8 +318,8 @@ pub(crate) fn read_saved(
         Err(Error::new(
             ErrorKind::NotFound,
             format!(
-                "{}: the snapshots as of LSN {} do not have this disk: it was not on the log then, or its records were \
-                 discarded",
+                "{}: the snapshots as of LSN {} do not have this disk: it was not on the log then, \
+                 or its records were discarded",
                 dir.display(),
                 lsns.start
             ),

@@ -15,7 +15,7 @@ use crate::format::{
     SegmentHeader, Uuid, VERSION,
 };
 use crate::history::saved::{self, SavedRecord, SavedTail};
-use crate::index::{ExtentMap, IndexBuilder, Place};
+use crate::index::{ExtentMap, IndexBuilder, Location};
 use crate::log::disk_state::DiskState;
 use crate::log::state::Log;
 use crate::medium::checksum;
@@ -382,7 +382,7 @@ impl SavedFileWriter {
 }
 
 /// A placeholder, where only the sectors matter.
-const SAVED: Place = Place::Zero {
+const SAVED: Location = Location::Zero {
     unmap: false,
     lsn: 0,
 };

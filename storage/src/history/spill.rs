@@ -155,8 +155,8 @@ impl Keeper {
         }
         if disk.note_trouble(&error) {
             tracing::error!(
-                "{error}; what it lacks goes to a spill file in {} until it can be written again; other \
-                 disks go on",
+                "{error}; what it lacks goes to a spill file in {} until it can be written again; \
+                 other disks go on",
                 self.log.dir.display()
             );
         }
@@ -230,8 +230,8 @@ impl Keeper {
             let path = disk.path.display();
             match why {
                 Some(why) if !was_full => tracing::error!(
-                    "{path}: its spill file {why}; its writes {} until its image can be written, or \
-                     there is room; other disks go on",
+                    "{path}: its spill file {why}; its writes {} until its image can be written, \
+                     or there is room; other disks go on",
                     if self.log.lock().keeper.pauses {
                         "wait"
                     } else {
@@ -450,7 +450,8 @@ impl Keeper {
         for disk in self.disks.clone() {
             if let Err(error) = self.bring_up_to_date(&disk) {
                 tracing::warn!(
-                    "{}: closed while its image lacks bytes; they are in a spill file in {}: {error}",
+                    "{}: closed while its image lacks bytes; they are in a spill file in {}: \
+                     {error}",
                     disk.path.display(),
                     self.log.dir.display()
                 );

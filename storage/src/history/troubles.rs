@@ -35,16 +35,16 @@ impl Troubles {
             self.failing = true;
             let lost = if damaged { "else " } else { "" };
             return Some(format!(
-                "{error}; the log in {} is full: writes and flushes fail until that works again (retried every \
-                 second); nothing {lost}acknowledged is lost",
+                "{error}; the log in {} is full: writes and flushes fail until that works again \
+                 (retried every second); nothing {lost}acknowledged is lost",
                 log.dir.display()
             ));
         }
         if waiting && !std::mem::replace(&mut self.stuck, true) {
             self.failing = true;
             return Some(format!(
-                "{error}; the log in {} is full: writes and flushes wait until there is space (on-full=pause; retried \
-                 every second)",
+                "{error}; the log in {} is full: writes and flushes wait until there is space \
+                 (on-full=pause; retried every second)",
                 log.dir.display()
             ));
         }
@@ -52,8 +52,8 @@ impl Troubles {
         let remedy = if damaged { "" } else { "make space, " };
         new.then(|| {
             format!(
-                "{error}; the log in {} keeps everything and takes writes while it has room; {remedy}it retries every \
-                 second",
+                "{error}; the log in {} keeps everything and takes writes while it has room; \
+                 {remedy}it retries every second",
                 log.dir.display()
             )
         })

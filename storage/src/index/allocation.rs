@@ -4,7 +4,7 @@ use std::fs::File;
 use std::path::Path;
 
 use crate::error::Result;
-use crate::index::{Piece, Place};
+use crate::index::{Location, Piece};
 use crate::medium::file::ReadFile;
 use crate::medium::holes::DataRanges;
 use crate::{Allocation, Extent, SECTOR_SIZE};
@@ -57,9 +57,9 @@ pub(crate) fn push_piece(
     path: &Path,
 ) -> Result<()> {
     let allocation = match &piece.place {
-        Some(Place::Memory { .. } | Place::Log { .. }) => Allocation::Data,
-        Some(Place::Zero { unmap: false, .. }) => Allocation::Zero,
-        Some(Place::Zero { unmap: true, .. }) => Allocation::Hole,
+        Some(Location::Memory { .. } | Location::Log { .. }) => Allocation::Data,
+        Some(Location::Zero { unmap: false, .. }) => Allocation::Zero,
+        Some(Location::Zero { unmap: true, .. }) => Allocation::Hole,
         None => return file_extents(base.host(), path, piece.sector, piece.sectors, extents),
     };
     push(extents, piece.sectors, allocation);

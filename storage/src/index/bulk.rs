@@ -6,8 +6,8 @@
 
 use super::extents::ExtentMap;
 use super::leaf::{IndexExtent, NewExtent};
+use super::location::Location;
 use super::memory::ExtentLimit;
-use super::place::Place;
 use crate::error::{Error, Result};
 
 /// Least records that are inserted together. A larger index takes more at a time: one for each
@@ -40,7 +40,7 @@ impl IndexBuilder {
 
     /// Adds a record that is in the log, or that has no payload. It replaces all that earlier ones
     /// put into its range.
-    pub(crate) fn add(&mut self, sector: u64, sectors: u32, place: Place) {
+    pub(crate) fn add(&mut self, sector: u64, sectors: u32, place: Location) {
         if self.is_full() {
             return;
         }

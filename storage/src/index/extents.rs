@@ -10,8 +10,8 @@ use std::collections::{BTreeMap, VecDeque};
 use std::ops::Bound;
 
 use super::leaf::{IndexExtent, LEAF, Leaf, NewExtent, PackedPlace, PlaceKind, zone};
+use super::location::{Location, Piece};
 use super::memory::{ExtentLimit, IndexMemory, MemoryShare};
-use super::place::{Piece, Place};
 use crate::error::Result;
 use crate::medium::file::Segment;
 use crate::mutant::{Mutant, planted};
@@ -87,7 +87,7 @@ impl ExtentMap {
 
     /// Inserts an extent, replacing everything in its range. A payload in memory is that of the
     /// whole record.
-    pub(crate) fn insert(&mut self, sector: u64, sectors: u64, lsn: u64, place: Place) {
+    pub(crate) fn insert(&mut self, sector: u64, sectors: u64, lsn: u64, place: Location) {
         let word = self.pack(sector, lsn, place);
         self.insert_word(sector, sectors, word);
     }
@@ -180,7 +180,7 @@ impl ExtentMap {
         sector: u64,
         sectors: u32,
         number: u32,
-        place: Place,
+        place: Location,
     ) -> NewExtent {
         let word = self.pack(sector, 0, place);
         NewExtent {
@@ -377,8 +377,8 @@ impl ExtentMap {
                 let place = place.map(|place| place.skip(part.sector - old.sector));
                 let is_same = match (&part.place, &place) {
                     (
-                        Some(Place::Log { segment, offset }),
-                        Some(Place::Log {
+                        Some(Location::Log { segment, offset }),
+                        Some(Location::Log {
                             segment: other,
                             offset: at,
                         }),
@@ -386,7 +386,7 @@ impl ExtentMap {
                         Arc::ptr_eq(segment, other)
                             && (offset == at || planted(Mutant::FoldForgetsSegment))
                     }
-                    (Some(Place::Zero { lsn, .. }), Some(Place::Zero { lsn: other, .. })) => {
+                    (Some(Location::Zero { lsn, .. }), Some(Location::Zero { lsn: other, .. })) => {
                         lsn == other
                     }
                     _ => false,
@@ -442,9 +442,9 @@ impl ExtentMap {
         })
     }
 
-    fn pack(&mut self, sector: u64, lsn: u64, place: Place) -> PackedPlace {
+    fn pack(&mut self, sector: u64, lsn: u64, place: Location) -> PackedPlace {
         match place {
-            Place::Memory { payload, .. } => {
+            Location::Memory { payload, .. } => {
                 let payload = Some(payload);
                 let pending = PendingPayload {
                     lsn,
@@ -454,10 +454,10 @@ impl ExtentMap {
                 self.pending.push_back(pending);
                 PackedPlace::pending(lsn)
             }
-            Place::Log { segment, offset } => {
+            Location::Log { segment, offset } => {
                 PackedPlace::log(self.slot(&segment), offset / SECTOR_SIZE)
             }
-            Place::Zero { unmap, lsn } => PackedPlace::zero(unmap, lsn),
+            Location::Zero { unmap, lsn } => PackedPlace::zero(unmap, lsn),
         }
     }
 
@@ -483,7 +483,7 @@ impl ExtentMap {
 
     fn piece(&self, sector: u64, end: u64, word: PackedPlace) -> Piece {
         let place = match word.unpack() {
-            PlaceKind::Log { slot, sector } => Place::Log {
+            PlaceKind::Log { slot, sector } => Location::Log {
                 segment: self.segments[slot].clone().expect("it is named"),
                 offset: sector * SECTOR_SIZE,
             },
@@ -491,12 +491,12 @@ impl ExtentMap {
                 let found = self.pending.partition_point(|pending| pending.lsn < lsn);
                 let pending = &self.pending[found];
                 let payload = pending.payload.clone();
-                Place::Memory {
+                Location::Memory {
                     payload: payload.expect("it goes when nothing names it any more"),
                     offset: ((sector - pending.sector) * SECTOR_SIZE) as usize,
                 }
             }
-            PlaceKind::Zero { unmap, lsn } => Place::Zero { unmap, lsn },
+            PlaceKind::Zero { unmap, lsn } => Location::Zero { unmap, lsn },
         };
         Piece {
             sector,

@@ -45,8 +45,8 @@ impl ExtentLimit {
             return Ok(());
         }
         Err(invalid(format!(
-            "{}: its extents and those of open looks take more than the {} bytes of memory that index-memory allows; \
-             end looks, or open the disk with a larger index-memory",
+            "{}: its extents and those of open looks take more than the {} bytes of memory that \
+             index-memory allows; end looks, or open the disk with a larger index-memory",
             self.log_dir.display(),
             self.most
         )))

@@ -12,15 +12,15 @@ pub(crate) mod allocation;
 mod bulk;
 mod extents;
 mod leaf;
+mod location;
 mod memory;
-mod place;
 #[cfg(test)]
 mod tests;
 
 pub(crate) use bulk::IndexBuilder;
 pub(crate) use extents::ExtentMap;
+pub(crate) use location::{Location, Piece};
 pub(crate) use memory::{ExtentLimit, IndexMemory};
-pub(crate) use place::{Piece, Place};
 
 use crate::medium::file::Segment;
 use crate::sync::Arc;

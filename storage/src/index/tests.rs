@@ -134,7 +134,7 @@ impl Model {
                 self.insert(
                     sector,
                     sectors,
-                    Place::Memory { payload, offset: 0 },
+                    Location::Memory { payload, offset: 0 },
                     |at| SectorOrigin::Record {
                         lsn,
                         sector: at,
@@ -153,7 +153,7 @@ impl Model {
                 unmap,
             } => {
                 let lsn = self.next_lsn;
-                self.insert(sector, sectors, Place::Zero { unmap, lsn }, |_| {
+                self.insert(sector, sectors, Location::Zero { unmap, lsn }, |_| {
                     SectorOrigin::Zero { unmap, lsn }
                 });
             }
@@ -164,7 +164,7 @@ impl Model {
                 }
             }
             Step::NextSegment => {
-                let in_log = |piece: &Piece| !matches!(piece.place, Some(Place::Memory { .. }));
+                let in_log = |piece: &Piece| !matches!(piece.place, Some(Location::Memory { .. }));
                 let pieces = self.index.active.iter().filter(in_log).collect();
                 self.remembered = (self.log.len(), pieces);
                 self.log.push((segment(), Vec::new()));
@@ -207,7 +207,7 @@ impl Model {
         &mut self,
         sector: u64,
         sectors: u64,
-        place: Place,
+        place: Location,
         origin: impl Fn(u64) -> SectorOrigin,
     ) {
         self.index
@@ -261,11 +261,11 @@ impl Model {
     fn origin(&self, piece: &Piece, at: u64) -> SectorOrigin {
         match &piece.place {
             None => SectorOrigin::Base,
-            Some(Place::Zero { unmap, lsn }) => SectorOrigin::Zero {
+            Some(Location::Zero { unmap, lsn }) => SectorOrigin::Zero {
                 unmap: *unmap,
                 lsn: *lsn,
             },
-            Some(Place::Memory { payload, offset }) => {
+            Some(Location::Memory { payload, offset }) => {
                 let bytes = &payload[offset + (at * SECTOR_SIZE) as usize..];
                 let number =
                     |from: usize| u64::from_le_bytes(bytes[from..from + 8].try_into().unwrap());
@@ -275,7 +275,7 @@ impl Model {
                     logged: false,
                 }
             }
-            Some(Place::Log { segment, offset }) => {
+            Some(Location::Log { segment, offset }) => {
                 let held = self
                     .log
                     .iter()
@@ -348,7 +348,7 @@ proptest! {
         let segment = segment();
         for (lsn, &(at, sectors)) in (0..).zip(&records) {
             let (segment, offset) = (segment.clone(), lsn * 100 * SECTOR_SIZE);
-            let place = Place::Log { segment, offset };
+            let place = Location::Log { segment, offset };
             built.add(FIRST + at, sectors, place.clone());
             inserted.insert(FIRST + at, u64::from(sectors), lsn, place);
         }
@@ -370,11 +370,11 @@ fn a_large_index_is_built_as_it_is_inserted() {
     for lsn in 0..20_000_u64 {
         let (at, sectors) = (lsn * 7919 % SECTORS, 1 + lsn % 5);
         let place = match lsn % 11 {
-            0 => Place::Zero {
+            0 => Location::Zero {
                 unmap: false,
                 lsn: 1,
             },
-            _ => Place::Log {
+            _ => Location::Log {
                 segment: segment.clone(),
                 offset: lsn * 8 * SECTOR_SIZE,
             },
@@ -404,7 +404,7 @@ fn a_limited_index_never_takes_more() {
     let build = |extents: u64| {
         let (mut builder, mut peak) = (IndexBuilder::within(Some(limit.clone())), 0);
         for number in 0..extents {
-            let place = Place::Zero {
+            let place = Location::Zero {
                 unmap: false,
                 lsn: 1,
             };
@@ -436,7 +436,7 @@ fn what_is_adjacent_on_the_disk_and_in_the_log_is_one_extent() {
     let (mut map, segment) = (ExtentMap::default(), segment());
     for lsn in 0..1000 {
         let payload = payload(lsn, 8);
-        map.insert(lsn * 8, 8, lsn, Place::Memory { payload, offset: 0 });
+        map.insert(lsn * 8, 8, lsn, Location::Memory { payload, offset: 0 });
     }
     assert_eq!(map.iter().count(), 1000);
     for lsn in 0..1000 {
@@ -454,7 +454,7 @@ fn what_is_adjacent_on_the_disk_and_in_the_log_is_one_extent() {
     // Extents that are in the log from the start, as in recovery, are joined too.
     let mut map = ExtentMap::default();
     for sector in 0..100_000 {
-        let place = Place::Log {
+        let place = Location::Log {
             segment: segment.clone(),
             offset: sector * SECTOR_SIZE,
         };
@@ -466,7 +466,7 @@ fn what_is_adjacent_on_the_disk_and_in_the_log_is_one_extent() {
             sector,
             1,
             sector,
-            Place::Zero {
+            Location::Zero {
                 unmap: sector % 2 == 0,
                 lsn: 1,
             },
@@ -477,7 +477,7 @@ fn what_is_adjacent_on_the_disk_and_in_the_log_is_one_extent() {
         0,
         100_000,
         0,
-        Place::Zero {
+        Location::Zero {
             unmap: true,
             lsn: 1,
         },
@@ -512,7 +512,7 @@ fn a_logged_block_takes_less_than_24_bytes() {
         for first in (0..BLOCKS).step_by(64) {
             for i in first..first + 64 {
                 let payload = payload.clone();
-                map.insert(sector(i), 8, i, Place::Memory { payload, offset: 0 });
+                map.insert(sector(i), 8, i, Location::Memory { payload, offset: 0 });
             }
             for i in first..first + 64 {
                 let segment = &segments[(i >> 14) as usize];

@@ -165,15 +165,16 @@ impl LogClock {
         };
         if was_ahead {
             tracing::warn!(
-                "log {}: the time of its newest record is {} ahead, so the clock was wrong then; new records get the \
-                 clock's time, and records with later times count as written now",
+                "log {}: the time of its newest record is {} ahead, so the clock was wrong then; \
+                 new records get the clock's time, and records with later times count as written \
+                 now",
                 clock.log,
                 length(behind),
             );
         } else if !believed {
             tracing::warn!(
-                "log {}: the clock is {} behind the time of the newest record; new records get that time until the \
-                 clock has passed it, or for {}",
+                "log {}: the clock is {} behind the time of the newest record; new records get \
+                 that time until the clock has passed it, or for {}",
                 clock.log,
                 length(behind),
                 length(BELIEVED),
@@ -249,8 +250,8 @@ impl LogClock {
                 (expected - now.wall, "back")
             };
             tracing::warn!(
-                "log {}: the clock has jumped {way} by {}; the times of new records follow only if it stays there for \
-                 {}",
+                "log {}: the clock has jumped {way} by {}; the times of new records follow only if \
+                 it stays there for {}",
                 self.log,
                 length(jump),
                 length(BELIEVED),

@@ -16,7 +16,7 @@ use std::time::Instant;
 use walvisor_block::request_short_slices;
 
 use crate::format::DescriptorKind;
-use crate::index::Place;
+use crate::index::Location;
 use crate::log::disk_state::DiskState;
 use crate::log::group::{Group, GroupBuffers};
 use crate::log::pipeline::Modification;
@@ -140,11 +140,11 @@ impl Committer {
         }
         state.room.take(disk.id, bytes as u64);
         let place = match &change.payload {
-            Some(payload) => Place::Memory {
+            Some(payload) => Location::Memory {
                 payload: payload.bytes.clone(),
                 offset: 0,
             },
-            None => Place::Zero {
+            None => Location::Zero {
                 unmap: change.kind == DescriptorKind::Discard,
                 lsn: state.pipeline.next_lsn(),
             },

@@ -9,13 +9,13 @@ use crate::sync::atomic::{AtomicBool, Ordering};
 use crate::sync::{Arc, Mutex, thread};
 
 /// An operation, with its way to report.
-type Job = Box<dyn FnOnce() + Send>;
+type FileTask = Box<dyn FnOnce() + Send>;
 
 /// See the module's documentation. The thread starts with the first operation, and ends after the
 /// last one once this is dropped.
 #[derive(Debug, Default)]
 pub(crate) struct FileThread {
-    jobs: Mutex<Option<Sender<Job>>>,
+    jobs: Mutex<Option<Sender<FileTask>>>,
     /// An operation is under way.
     busy: Arc<AtomicBool>,
 }
@@ -75,7 +75,7 @@ impl FileThread {
         );
         let (sender, receiver) = mpsc::channel();
         let busy = self.busy.clone();
-        let job: Job = Box::new(move || {
+        let job: FileTask = Box::new(move || {
             let ended = operation();
             busy.store(false, Ordering::Release);
             // Nobody may be waiting any more.
@@ -94,8 +94,8 @@ impl FileThread {
 }
 
 /// Starts the thread. `None`: there is none to be had.
-fn start() -> Option<Sender<Job>> {
-    let (sender, receiver) = mpsc::channel::<Job>();
+fn start() -> Option<Sender<FileTask>> {
+    let (sender, receiver) = mpsc::channel::<FileTask>();
     let thread = thread::Builder::new().name("image".into());
     let started = thread.spawn(move || receiver.into_iter().for_each(|job| job()));
     started.ok().map(|_| sender)

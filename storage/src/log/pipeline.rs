@@ -422,7 +422,8 @@ impl Pipeline {
                 && written <= batched
                 && batched <= appended
                 && appended < self.next_lsn,
-            "applied {applied}, durable {durable}, written {written}, batched {batched}, appended {appended}"
+            "applied {applied}, durable {durable}, written {written}, batched {batched}, appended \
+             {appended}"
         );
         // The pending records are exactly those in no batch, in LSN order. (LSNs of a dropped torn
         // tail, up to the `next_lsn` at opening, belong to no record.)

@@ -9,7 +9,7 @@ use std::path::{Path, PathBuf};
 use slab::Slab;
 use smallvec::SmallVec;
 
-use crate::index::{Piece, Place};
+use crate::index::{Location, Piece};
 use crate::log::image::Image;
 use crate::log::waiters::{Mailbox, PortReads};
 use crate::medium::file::{DataFile, Engine, Io, IoCompletion, ReadSource};
@@ -51,9 +51,11 @@ impl ReadPart {
         } = piece;
         let len = (sectors * SECTOR_SIZE) as usize;
         let origin = match place {
-            Some(Place::Memory { payload, offset }) => Origin::Memory { payload, offset },
-            Some(Place::Log { segment, offset }) => Origin::Log(LogRead::new(segment, offset, len)),
-            Some(Place::Zero { .. }) => Origin::Zero,
+            Some(Location::Memory { payload, offset }) => Origin::Memory { payload, offset },
+            Some(Location::Log { segment, offset }) => {
+                Origin::Log(LogRead::new(segment, offset, len))
+            }
+            Some(Location::Zero { .. }) => Origin::Zero,
             None => {
                 let mut parts = SmallVec::new();
                 base.visit(sector..sector + sectors, |part, file| {

@@ -21,7 +21,7 @@ use crate::SECTOR_SIZE;
 use crate::catalog::control::ControlFile;
 use crate::error::{Error, ErrorKind, Result};
 use crate::format::{DecodeResult, SpillRange, Uuid, decode_spill_map, encode_spill_map};
-use crate::index::{ExtentMap, IndexMemory, Place};
+use crate::index::{ExtentMap, IndexMemory, Location};
 use crate::medium::file::DataFile;
 use crate::medium::filesystem::{FileSystem, OWNER, OpenMode, files, parent, remove_leftover};
 use crate::medium::mark::hex;
@@ -29,7 +29,7 @@ use crate::mutant::{Mutant, planted};
 use crate::sync::{Arc, Mutex, MutexGuard, RwLock};
 
 /// A placeholder: only the sectors matter.
-const SPILLED: Place = Place::Zero {
+const SPILLED: Location = Location::Zero {
     unmap: false,
     lsn: 0,
 };
@@ -151,8 +151,8 @@ impl Spill {
     ) -> Result<Self> {
         let damaged = |path: &Path, what: &str| {
             let message = format!(
-                "{}: {what}, so bytes of a disk that its image lacks are lost; restore the file from a copy, or give them \
-                 up with 'walvisor disk discard'",
+                "{}: {what}, so bytes of a disk that its image lacks are lost; restore the file \
+                 from a copy, or give them up with 'walvisor disk discard'",
                 path.display()
             );
             Error::new(ErrorKind::Damaged, message)

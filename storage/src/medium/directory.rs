@@ -104,8 +104,8 @@ impl Medium for Directory {
             Some(_) => Err(Error::new(
                 ErrorKind::Io,
                 format!(
-                    "{}: the log's directory was moved or replaced while the log was in use; move it back, or restart \
-                     the program that uses the log",
+                    "{}: the log's directory was moved or replaced while the log was in use; move \
+                     it back, or restart the program that uses the log",
                     self.path.display()
                 ),
             )),

@@ -263,8 +263,9 @@ pub(crate) fn set_size(file: &dyn DataFile, path: &Path, size: u64) -> Result<()
 pub(crate) fn size_error(path: &Path, size: u64, error: std::io::Error) -> Error {
     match error.kind() {
         std::io::ErrorKind::FileTooLarge => invalid(format!(
-            "{}: {size} bytes exceed the longest file that the file system (ext4: 16 TiB) or 'ulimit -f' allows; \
-             use another file system, such as XFS, make the disk smaller, or raise the limit",
+            "{}: {size} bytes exceed the longest file that the file system (ext4: 16 TiB) or \
+             'ulimit -f' allows; use another file system, such as XFS, make the disk smaller, or \
+             raise the limit",
             path.display()
         )),
         _ => Error::io("size the disk", path, error),

@@ -90,8 +90,8 @@ pub(crate) fn open_locked<F>(
     Err(Error::new(
         ErrorKind::Locked,
         format!(
-            "{}: other processes replaced the file {PLACES} times while it was being opened; stop them, then try \
-             again",
+            "{}: other processes replaced the file {PLACES} times while it was being opened; stop \
+             them, then try again",
             path.display()
         ),
     ))
@@ -186,8 +186,8 @@ impl LockOwner {
         };
         let why = match (self, holder, &owner) {
             (Self::Qemu(conflict), ..) => format!(
-                "QEMU, qemu-nbd or another program with QEMU's locks has it open for {}; end that program first \
-                 ('fuser -v {name}' names it), then try again",
+                "QEMU, qemu-nbd or another program with QEMU's locks has it open for {}; end that \
+                 program first ('fuser -v {name}' names it), then try again",
                 match conflict {
                     Conflict::Writes => "writing",
                     Conflict::Reads => "reading",
@@ -197,11 +197,13 @@ impl LockOwner {
                 format!("already open elsewhere, in process {pid} ({name}); end that process first")
             }
             (Self::Opener, Holder::User, None) => format!(
-                "already open elsewhere; end the process that has it open first ('fuser -v {name}' names it)"
+                "already open elsewhere; end the process that has it open first ('fuser -v {name}' \
+                 names it)"
             ),
             (Self::Opener, Holder::Writes, None) => format!(
-                "still locked after {} s: a killed process still has writes in flight, or a user of another log has it \
-                 open; check the device, or close the other user, then try again",
+                "still locked after {} s: a killed process still has writes in flight, or a user \
+                 of another log has it open; check the device, or close the other user, then try \
+                 again",
                 WRITES_PATIENCE.as_secs()
             ),
         };

@@ -129,8 +129,8 @@ impl OpenBase {
                 let named = LogLocation::read(self.file.as_ref(), &self.options.path);
                 let named = named.map(|log| format!(" (it was at {})", log.dir.display()));
                 Err(wrong_log_error(format!(
-                    "{}: disk {} was not closed, and its log is not at {}{}; name the log with log=DIR, or discard \
-                     what it holds with: {}",
+                    "{}: disk {} was not closed, and its log is not at {}{}; name the log with \
+                     log=DIR, or discard what it holds with: {}",
                     self.options.path.display(),
                     hex(disk),
                     log_dir.display(),
@@ -168,7 +168,8 @@ impl OpenBase {
                 "it has no mark: it is another image, or a copy without the extended attributes"
             }
             (None, false) => {
-                "it is another file (on a file system without extended attributes a disk is identified by its inode)"
+                "it is another file (on a file system without extended attributes a disk is \
+                 identified by its inode)"
             }
         };
         Some(why)
@@ -193,7 +194,8 @@ impl OpenBase {
             let (seconds, nanoseconds) = (time / 1_000_000_000, time % 1_000_000_000);
             let path = self.options.path.display();
             format!(
-                "{WRITTEN} (if only its time has changed, set it back with: touch -d @{seconds}.{nanoseconds:09} {path})"
+                "{WRITTEN} (if only its time has changed, set it back with: touch -d \
+                 @{seconds}.{nanoseconds:09} {path})"
             )
         }))
     }
@@ -255,8 +257,8 @@ impl OpenBase {
     pub(crate) fn no_past(&self, at: Point, log_dir: &Path, why: &str) -> Error {
         let (log, image) = (log_dir.display(), self.options.path.display());
         let message = format!(
-            "{log}: the disk can't be brought back to {at}: {image} is not the image that its past depends on: {why}; \
-             put that image back"
+            "{log}: the disk can't be brought back to {at}: {image} is not the image that its past \
+             depends on: {why}; put that image back"
         );
         Error::new(ErrorKind::NotFound, message)
     }
@@ -342,7 +344,8 @@ fn look_up(bases: &[OpenBase], control: &ControlFile) -> Result<Vec<Option<usize
 /// The error for a second image of an open disk.
 fn a_copy(path: &Path, open: &Path) -> Error {
     wrong_log_error(format!(
-        "{}: a copy of the disk {}, which is open already; make the copy a disk of its own with 'walvisor disk import'",
+        "{}: a copy of the disk {}, which is open already; make the copy a disk of its own with \
+         'walvisor disk import'",
         path.display(),
         open.display(),
     ))
@@ -367,8 +370,8 @@ fn accept(
         Some(held) => {
             if let Some(why) = base.why_not(control, entry)? {
                 return Err(wrong_log_error(format!(
-                    "{}: {why}; the log in {} holds {held} of its disk; put the image that they belong to back, or \
-                     discard them with: {}",
+                    "{}: {why}; the log in {} holds {held} of its disk; put the image that they \
+                     belong to back, or discard them with: {}",
                     path.display(),
                     log_dir.display(),
                     discard_command(path, log_dir),
@@ -379,8 +382,8 @@ fn accept(
         None => match base.identity.mark {
             Some(mark) if mark.open && mark.disk == entry.disk => {
                 return Err(wrong_log_error(format!(
-                    "{}: this is a copy of an open disk's image, and its newest bytes have left the log in {}; put \
-                     the newest image back, or accept this one with: {}",
+                    "{}: this is a copy of an open disk's image, and its newest bytes have left \
+                     the log in {}; put the newest image back, or accept this one with: {}",
                     path.display(),
                     log_dir.display(),
                     discard_command(path, log_dir),
@@ -399,7 +402,8 @@ fn accept(
         "make it a disk of its own with 'walvisor disk import'".to_owned()
     };
     Err(wrong_log_error(format!(
-        "{path}: the image has {size} bytes, but its log in {} expects {want}; put the right image back, or {remedy}",
+        "{path}: the image has {size} bytes, but its log in {} expects {want}; put the right image \
+         back, or {remedy}",
         log_dir.display(),
     )))
 }
@@ -415,8 +419,9 @@ pub(crate) fn refuse_other_copy(
     match control.control.disks.iter().find(marked) {
         None => Ok(()),
         Some(entry) => Err(wrong_log_error(format!(
-            "{}: a copy, older or changed separately, of the disk that the log in {} has at {}; move it there \
-             to use it instead, or make it a disk of its own with 'walvisor disk import'",
+            "{}: a copy, older or changed separately, of the disk that the log in {} has at {}; \
+             move it there to use it instead, or make it a disk of its own with 'walvisor disk \
+             import'",
             base.options.path.display(),
             log_dir.display(),
             entry.path(&control.home).display(),
@@ -534,9 +539,9 @@ fn refuse_unnamed(
     let image = entry.path(&control.home);
     let path = image.display();
     Err(wrong_log_error(format!(
-        "{}: the log holds {} of another disk, last at {path}, which is not opened because only the log names it; open both \
-         disks together, add its image with detached={path} (walvisor disk: --detached {path}), or discard those records \
-         with: {}",
+        "{}: the log holds {} of another disk, last at {path}, which is not opened because only \
+         the log names it; open both disks together, add its image with detached={path} (walvisor \
+         disk: --detached {path}), or discard those records with: {}",
         log_dir.display(),
         count(records.records),
         discard_command(&image, log_dir),
@@ -588,8 +593,8 @@ pub(crate) fn check_past(
     if !names.is_empty() {
         let names = names.join(", ");
         tracing::warn!(
-            "{path}: {why}; the disk now has the contents of this image, and loses these snapshots, which depend on \
-             the previous one: {names}"
+            "{path}: {why}; the disk now has the contents of this image, and loses these \
+             snapshots, which depend on the previous one: {names}"
         );
     } else if kept {
         tracing::warn!("{path}: {why}; its history starts over after LSN {newest}");

@@ -7,7 +7,7 @@ use std::path::Path;
 use crate::catalog::options::DiskOptions;
 use crate::error::{Result, invalid};
 use crate::history::point::Point;
-use crate::index::Place;
+use crate::index::Location;
 use crate::offline::view::LocatedDisk;
 use crate::{Allocation, SECTOR_SIZE};
 
@@ -60,7 +60,8 @@ pub fn disk_changes(
     };
     if to_lsn < from_lsn {
         return Err(invalid(format!(
-            "{}: the changes end at LSN {to_lsn}, before they begin at LSN {from_lsn}; exchange the two points",
+            "{}: the changes end at LSN {to_lsn}, before they begin at LSN {from_lsn}; exchange \
+             the two points",
             log_dir.display()
         )));
     }
@@ -75,7 +76,7 @@ pub fn disk_changes(
     let saved = log.read_saved(from_lsn..to_lsn)?;
     if let Some(saved) = &saved {
         saved.iter().for_each(|piece| {
-            let place = Place::Zero {
+            let place = Location::Zero {
                 unmap: false,
                 lsn: 0,
             };
@@ -105,8 +106,8 @@ pub fn disk_changes(
             offset: piece.sector * SECTOR_SIZE,
             len: piece.sectors * SECTOR_SIZE,
             now: match piece.place {
-                Some(Place::Zero { unmap: true, .. }) => Allocation::Hole,
-                Some(Place::Zero { unmap: false, .. }) => Allocation::Zero,
+                Some(Location::Zero { unmap: true, .. }) => Allocation::Hole,
+                Some(Location::Zero { unmap: false, .. }) => Allocation::Zero,
                 _ => Allocation::Data,
             },
         };

@@ -148,16 +148,17 @@ impl<'a> NewDisk<'a> {
         if let Some(advised) = advise_log_size(bytes, segment, size) {
             let log = log_dir.display();
             tracing::warn!(
-                "{}: its log of {bytes} bytes is small for a disk of {size}; scattered writes are faster with a larger \
-                 log: walvisor log resize {log} --size {}M",
+                "{}: its log of {bytes} bytes is small for a disk of {size}; scattered writes are \
+                 faster with a larger log: walvisor log resize {log} --size {}M",
                 path.display(),
                 advised >> 20
             );
         }
         if !marked {
             tracing::warn!(
-                "{}: this file system has no extended attributes, so the log identifies the image by its inode, and \
-                 does not recognize a copy; copy the disk with 'walvisor disk export'",
+                "{}: this file system has no extended attributes, so the log identifies the image \
+                 by its inode, and does not recognize a copy; copy the disk with 'walvisor disk \
+                 export'",
                 path.display()
             );
         }
@@ -222,12 +223,13 @@ fn occupied_error(path: &Path, log_dir: &Path, log: Option<&ControlFile>) -> Err
             log_dir.display()
         ),
         Some(_) => format!(
-            "exists already, and the log in {} does not know it; choose another name, or move it away",
+            "exists already, and the log in {} does not know it; choose another name, or move it \
+             away",
             log_dir.display()
         ),
         None => format!(
-            "exists already, without a log at {}; use it (its first use creates the log), choose another name, or move \
-             it away",
+            "exists already, without a log at {}; use it (its first use creates the log), choose \
+             another name, or move it away",
             log_dir.display()
         ),
     };
@@ -251,8 +253,8 @@ pub(crate) fn refuse_unapplied(path: &Path, log_dir: &Path, log: &ControlFile) -
         Err(Error::new(
             ErrorKind::WrongLog,
             format!(
-                "{}: the log in {} holds unapplied records of the disk that was here before; put that disk back, or \
-                 discard them with: {}",
+                "{}: the log in {} holds unapplied records of the disk that was here before; put \
+                 that disk back, or discard them with: {}",
                 path.display(),
                 log_dir.display(),
                 discard_command(path, log_dir),

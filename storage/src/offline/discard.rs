@@ -207,8 +207,9 @@ fn find(
         Error::new(
             ErrorKind::WrongLog,
             format!(
-                "{}: the log in {} has no disk at this path; name the path where the disk was ('walvisor disk info' \
-                 of another disk of the log lists them), or the right log with --log DIR",
+                "{}: the log in {} has no disk at this path; name the path where the disk was \
+                 ('walvisor disk info' of another disk of the log lists them), or the right log \
+                 with --log DIR",
                 path.display(),
                 log_dir.display(),
             ),
@@ -243,8 +244,8 @@ fn without_log(base: &OpenBase) -> Result<DiscardReport> {
         Error::new(
             ErrorKind::NotFound,
             format!(
-                "{}: there is nothing to discard: the image is not marked as open, and there is no log; name its \
-                 log with --log DIR",
+                "{}: there is nothing to discard: the image is not marked as open, and there is no \
+                 log; name its log with --log DIR",
                 base.options.path.display()
             ),
         )

@@ -248,7 +248,8 @@ impl LogFollower {
         let next = later.next();
         match (here, next.map(|next| next.header.previous_lsn.get())) {
             (_, Some(lsn)) if lsn < place.lsn => Ok(Advance::Lost(format!(
-                "it has other records after LSN {lsn} than those up to LSN {} that were read: it was restored from a copy",
+                "it has other records after LSN {lsn} than those up to LSN {} that were read: it \
+                 was restored from a copy",
                 place.lsn
             ))),
             (_, Some(lsn)) if lsn == place.lsn => {
@@ -281,8 +282,8 @@ impl LogFollower {
                 Err(Error::new(
                     ErrorKind::Damaged,
                     format!(
-                        "{}: damaged at byte {}: the records from LSN {} to {lsn} can't be read; 'walvisor disk check' \
-                         tells more",
+                        "{}: damaged at byte {}: the records from LSN {} to {lsn} can't be read; \
+                         'walvisor disk check' tells more",
                         here.path.display(),
                         place.offset,
                         place.lsn + 1,
@@ -420,11 +421,11 @@ impl OpenSegment {
                     break false;
                 }
                 match reader.take(&bytes, &mut chain, &self.segment.path)? {
-                    Taken::Needs(needed) if needed > bytes.len() as u64 => {
+                    TakeOutcome::Needs(needed) if needed > bytes.len() as u64 => {
                         len = needed as usize;
                     }
-                    Taken::Needs(_) | Taken::None => break false,
-                    Taken::Some => break true,
+                    TakeOutcome::Needs(_) | TakeOutcome::None => break false,
+                    TakeOutcome::Some => break true,
                 }
             };
             if !taken {
@@ -489,7 +490,7 @@ struct PieceReader<'a> {
 }
 
 /// What came of some bytes.
-enum Taken {
+enum TakeOutcome {
     /// At least one batch.
     Some,
     /// There is no batch.
@@ -514,20 +515,23 @@ impl<'a> PieceReader<'a> {
     }
 
     /// Takes the whole batches that `bytes`, which come next, begin with.
-    fn take(&mut self, bytes: &[u8], chain: &mut Chain, path: &Path) -> Result<Taken> {
+    fn take(&mut self, bytes: &[u8], chain: &mut Chain, path: &Path) -> Result<TakeOutcome> {
         let from = self.offset + self.bytes.len() as u64;
         let before = (chain.offset - from) as usize;
         let mut end = before;
         while let Some(rest) = bytes.get(end..).filter(|rest| !rest.is_empty()) {
-            let needs = |len: u64| match end == before {
-                true => Ok(Taken::Needs(before as u64 + len)),
-                false => Ok(Taken::Some),
+            let needs = |len: u64| {
+                if end == before {
+                    Ok(TakeOutcome::Needs(before as u64 + len))
+                } else {
+                    Ok(TakeOutcome::Some)
+                }
             };
             let Some((batch, _)) = Batch::parse(rest, self.log, chain.offset) else {
                 let header = crate::format::BatchHeader::peek(rest).map(|(_, len)| len);
                 match header.filter(|len| *len > rest.len()) {
                     Some(len) => match needs(len as u64)? {
-                        Taken::Some => break,
+                        TakeOutcome::Some => break,
                         needs => return Ok(needs),
                     },
                     None => break,
@@ -542,7 +546,7 @@ impl<'a> PieceReader<'a> {
             let len = batch.end() - batch.offset;
             let Some(whole) = rest.get(..len as usize) else {
                 match needs(len)? {
-                    Taken::Some => break,
+                    TakeOutcome::Some => break,
                     needs => return Ok(needs),
                 }
             };
@@ -555,10 +559,10 @@ impl<'a> PieceReader<'a> {
             end += len as usize;
         }
         if end == before {
-            return Ok(Taken::None);
+            return Ok(TakeOutcome::None);
         }
         self.bytes.extend_from_slice(&bytes[..end]);
-        Ok(Taken::Some)
+        Ok(TakeOutcome::Some)
     }
 
     fn note(&mut self, batch: &Batch, bytes: &[u8], previous_lsn: u64) {

@@ -57,8 +57,9 @@ impl Image {
             return Err(Error::new(
                 ErrorKind::WrongLog,
                 format!(
-                    "{}: disk {} was not closed: its newest bytes may be in its log; use backend=wal, or copy them to \
-                     the image first with: walvisor disk checkpoint {0}",
+                    "{}: disk {} was not closed: its newest bytes may be in its log; use \
+                     backend=wal, or copy them to the image first with: walvisor disk checkpoint \
+                     {0}",
                     path.display(),
                     hex(&disk),
                 ),
@@ -151,7 +152,8 @@ pub(crate) fn open_base(path: &Path, access: Access, in_log: bool) -> Result<Box
     if image_kind(path)? == PathKind::BlockDevice {
         // A log marks its images, and a device has no attributes.
         return Err(invalid(format!(
-            "{}: a block device; name a raw image file, or use backend=raw, which takes block devices",
+            "{}: a block device; name a raw image file, or use backend=raw, which takes block \
+             devices",
             path.display()
         )));
     }

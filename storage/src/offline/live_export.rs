@@ -83,7 +83,8 @@ impl<'a> KeptPoint<'a> {
         let (log, state) = (&self.disk.log, &self.disk.state);
         if Snapshot::find(self.name, &held.control).is_err() {
             return Err(ended_early(
-                "what it needs could not be saved beside the log; make room there, then export again",
+                "what it needs could not be saved beside the log; make room there, then export \
+                 again",
             ));
         }
         Look::pinned(log, state, Point::Snapshot(self.name), held, None)
@@ -137,7 +138,8 @@ pub(crate) fn refuse_obstruction(log: &Log, point: SnapshotName) -> Result<()> {
     let held = inside_rewinds.any(|snapshot| snapshot.name == point);
     if held && (state.ring.is_full() || log.index_is_full()) {
         return Err(ended_early(
-            "a disk of the log was restored in place meanwhile, and the log is full; export it again",
+            "a disk of the log was restored in place meanwhile, and the log is full; export it \
+             again",
         ));
     }
     Ok(())
@@ -216,12 +218,12 @@ impl TargetWork {
 }
 
 /// The target, which may never answer, and the thread that writes to it.
-struct Target {
+struct ExportTarget {
     file: Arc<File>,
     thread: FileThread,
 }
 
-impl Target {
+impl ExportTarget {
     /// Has the thread do something, and waits for it. Calls `waiting` meanwhile, which fails if the
     /// export should end. The thread then ends once the target answers.
     fn carry_out(&self, work: TargetWork, waiting: &mut dyn FnMut() -> Result<()>) -> Result<u64> {
@@ -383,7 +385,7 @@ impl Disk {
         progress: &mut dyn FnMut(u64, u64) -> bool,
     ) -> Result<Transfer> {
         let (point, look, size) = KeptPoint::new(self, at)?;
-        let target = Target {
+        let target = ExportTarget {
             file: Arc::new(target),
             thread: FileThread::default(),
         };

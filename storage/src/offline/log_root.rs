@@ -52,7 +52,8 @@ impl LogRoot {
             return Err(Error::new(
                 ErrorKind::NotFound,
                 format!(
-                    "{}: this is not a log (it has no control file); name a log directory, such as disk.img.wal",
+                    "{}: this is not a log (it has no control file); name a log directory, such as \
+                     disk.img.wal",
                     log_dir.display()
                 ),
             ));

@@ -51,7 +51,8 @@ pub fn resize_log(log_dir: &Path, size: u64) -> Result<Resize> {
     let (least, count) = (u64::from(*SEGMENTS.start()), size.div_ceil(segment));
     if !(least..=most).contains(&count) {
         return Err(invalid(format!(
-            "{}: a log of {size} bytes is not valid; with its segments of {segment} bytes use {} to {}",
+            "{}: a log of {size} bytes is not valid; with its segments of {segment} bytes use {} \
+             to {}",
             log_dir.display(),
             least * segment,
             most * segment,
@@ -85,8 +86,9 @@ fn refuse_less_than_kept(log_dir: &Path, control: &ControlFile, count: u32) -> R
     let least = retain.least_segments(segment);
     match retain {
         Retention::Bytes(kept) if u64::from(count) < least => Err(invalid(format!(
-            "{}: keeping {kept} bytes of history takes a log of {} bytes, more than the {} asked for; first lower its \
-             retention: 'walvisor ctl SOCKET set-retain' while one of its disks is in use",
+            "{}: keeping {kept} bytes of history takes a log of {} bytes, more than the {} asked \
+             for; first lower its retention: 'walvisor ctl SOCKET set-retain' while one of its \
+             disks is in use",
             log_dir.display(),
             least * segment,
             u64::from(count) * segment,
@@ -105,8 +107,8 @@ fn refuse_more(log_dir: &Path, control: &ControlFile, scan: &Scan, count: u32) -
     let disks = control.image_paths();
     let disk = disks.first().map(|disk| disk.display().to_string());
     Err(invalid(format!(
-        "{}: its contents need a log of {} bytes, and {} were asked for; first copy them to the images: walvisor disk \
-         checkpoint {} --log {0}",
+        "{}: its contents need a log of {} bytes, and {} were asked for; first copy them to the \
+         images: walvisor disk checkpoint {} --log {0}",
         log_dir.display(),
         needed * segment,
         u64::from(count) * segment,

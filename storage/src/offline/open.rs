@@ -298,8 +298,8 @@ pub(crate) fn copy_closed(path: &Path, log_dir: &Path, detached: &[PathBuf]) -> 
     let (log, disks, mut keeper) = open_log(medium, log_dir, &disks, &options, &mut |_, _| {})?;
     if log.lock().keeps_history() {
         return Err(invalid(format!(
-            "{0}: its log keeps the history of its disks, which this would end; end it with 'walvisor disk checkpoint {0}', then \
-             try again",
+            "{0}: its log keeps the history of its disks, which this would end; end it with \
+             'walvisor disk checkpoint {0}', then try again",
             path.display()
         )));
     }
@@ -395,8 +395,8 @@ fn assemble(
     }
     if let Err(bytes) = log.reserve_checksums(control.control.header.max_segments.get()) {
         tracing::warn!(
-            "log {}: its checksums may take {bytes} bytes of memory, more than the daemon's limit leaves: retain less, or \
-             give a larger --memory-limit",
+            "log {}: its checksums may take {bytes} bytes of memory, more than the daemon's limit \
+             leaves: retain less, or give a larger --memory-limit",
             log_dir.display()
         );
     }

@@ -55,14 +55,15 @@ pub(crate) fn refuse_other_format(
     let path = path.display();
     let source = if *magic == LUKS {
         format!(
-            "--object secret,id=key,file=KEYFILE --image-opts driver=luks,key-secret=key,file.filename={path}"
+            "--object secret,id=key,file=KEYFILE --image-opts \
+             driver=luks,key-secret=key,file.filename={path}"
         )
     } else {
         path.to_string()
     };
     Err(invalid(format!(
-        "{path}: starts like a {name} image, and disks are raw images; convert it with 'qemu-img convert -O raw \
-         {source} NEW', or, if these are the first bytes of the disk itself, say so: format=raw with --disk, --format \
-         raw with 'disk import'"
+        "{path}: starts like a {name} image, and disks are raw images; convert it with 'qemu-img \
+         convert -O raw {source} NEW', or, if these are the first bytes of the disk itself, say \
+         so: format=raw with --disk, --format raw with 'disk import'"
     )))
 }

@@ -124,8 +124,8 @@ fn refuse_loss(view: &View, size: u64, lose_data: bool) -> Result<()> {
         return Ok(());
     }
     Err(invalid(format!(
-        "{}: holds data after byte {size}, which shrinking from {} bytes would lose; shrink the file system first, or \
-         discard the data with --shrink",
+        "{}: holds data after byte {size}, which shrinking from {} bytes would lose; shrink the \
+         file system first, or discard the data with --shrink",
         view.base.options.path.display(),
         view.size
     )))

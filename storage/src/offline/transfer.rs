@@ -121,8 +121,8 @@ fn swapped_paths_error(path: &Path, raw: &Path, log_dir: &Path) -> Error {
     Error::new(
         ErrorKind::AlreadyExists,
         format!(
-            "{disk}: exists already, and {source} does not: the new disk comes first, then the image to copy; are they \
-             swapped? Then say '{import}'"
+            "{disk}: exists already, and {source} does not: the new disk comes first, then the \
+             image to copy; are they swapped? Then say '{import}'"
         ),
     )
 }
@@ -182,7 +182,8 @@ pub fn clone_disk(
 ) -> Result<Transfer> {
     if real_path(log_dir)? == real_path(new_log_dir)? {
         return Err(invalid(format!(
-            "{}: the log of the disk to clone, which is open for reading only; give the new disk another log",
+            "{}: the log of the disk to clone, which is open for reading only; give the new disk \
+             another log",
             new_log_dir.display()
         )));
     }
@@ -370,8 +371,8 @@ fn open_source(raw: &Path, format: ImageFormat) -> Result<(Box<dyn DataFile>, u6
         return Err(Error::new(
             ErrorKind::WrongLog,
             format!(
-                "{}: a disk that was not closed, so its newest bytes are in its log; export it ('walvisor disk \
-                 export') and import the export",
+                "{}: a disk that was not closed, so its newest bytes are in its log; export it \
+                 ('walvisor disk export') and import the export",
                 raw.display()
             ),
         ));
@@ -416,7 +417,8 @@ fn lock_replaced(raw: &Path) -> Result<Option<Box<dyn DataFile>>> {
         Some(ImageMark { open: true, .. }) => Err(Error::new(
             ErrorKind::WrongLog,
             format!(
-                "{}: will not replace a disk that was not closed and still has records in its log; name another file",
+                "{}: will not replace a disk that was not closed and still has records in its log; \
+                 name another file",
                 raw.display()
             ),
         )),

@@ -11,7 +11,7 @@ use crate::error::{Error, ErrorKind, Result};
 use crate::format::DiskEntry;
 use crate::history::point::Point;
 use crate::history::saved::read_saved;
-use crate::index::{ExtentMap, Piece, Place};
+use crate::index::{ExtentMap, Location, Piece};
 use crate::log::image::Image;
 use crate::log::ring::LiveSegment;
 use crate::log::spill::Spill;
@@ -387,9 +387,9 @@ impl View {
 fn over_base(piece: Piece) -> (Range<u64>, Option<DataPlace>) {
     let bytes = piece.sector * SECTOR_SIZE..(piece.sector + piece.sectors) * SECTOR_SIZE;
     let data = piece.place.map(|place| match place {
-        Place::Zero { .. } => DataPlace::Zero,
-        Place::Log { segment, offset } => DataPlace::Log { segment, offset },
-        Place::Memory { .. } => unreachable!("what was read from a log is in the log"),
+        Location::Zero { .. } => DataPlace::Zero,
+        Location::Log { segment, offset } => DataPlace::Log { segment, offset },
+        Location::Memory { .. } => unreachable!("what was read from a log is in the log"),
     });
     (bytes, data)
 }

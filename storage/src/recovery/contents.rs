@@ -191,8 +191,8 @@ impl SegmentContents {
                 return Err(Error::new(
                     ErrorKind::Damaged,
                     format!(
-                        "{}: damaged at byte {offset}: its records up to LSN {last_lsn} overlap those of the next \
-                         segment; restore the log from a copy",
+                        "{}: damaged at byte {offset}: its records up to LSN {last_lsn} overlap \
+                         those of the next segment; restore the log from a copy",
                         candidate.segment.path.display()
                     ),
                 ));

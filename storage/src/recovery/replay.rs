@@ -11,7 +11,7 @@ use crate::catalog::control::ControlFile;
 use crate::catalog::rewind::Timelines;
 use crate::error::{Error, ErrorKind, Result};
 use crate::format::{Control, Descriptor, DescriptorKind};
-use crate::index::{ExtentLimit, ExtentMap, IndexBuilder, Place};
+use crate::index::{ExtentLimit, ExtentMap, IndexBuilder, Location};
 use crate::log::disk_state::DiskState;
 use crate::medium::directory::Medium;
 use crate::medium::file::Segment;
@@ -120,7 +120,8 @@ impl LogReplay {
             return Err(Error::new(
                 ErrorKind::Damaged,
                 format!(
-                    "{}: record {lsn} is for sectors that no disk of this log has; restore the log from a copy",
+                    "{}: record {lsn} is for sectors that no disk of this log has; restore the log \
+                     from a copy",
                     log_dir.display()
                 ),
             ));
@@ -137,13 +138,13 @@ pub(crate) fn place(
     lsn: u64,
     segment: &Arc<Segment>,
     offset: u64,
-) -> Place {
+) -> Location {
     match DescriptorKind::from_raw(descriptor.kind.get()) {
-        Some(DescriptorKind::Write) => Place::Log {
+        Some(DescriptorKind::Write) => Location::Log {
             segment: segment.clone(),
             offset,
         },
-        kind => Place::Zero {
+        kind => Location::Zero {
             unmap: kind == Some(DescriptorKind::Discard),
             lsn,
         },
@@ -318,8 +319,8 @@ pub(crate) fn read_durable(
     if let Some(first) = scan.damaged.first() {
         let (count, dir) = (scan.damaged.len(), log_dir.display());
         tracing::error!(
-            "{dir}: {count} blocks of 4096 bytes are damaged, the first in record {}; reading them fails; close the \
-             disk, then 'walvisor disk check' lists sectors and LSNs",
+            "{dir}: {count} blocks of 4096 bytes are damaged, the first in record {}; reading them \
+             fails; close the disk, then 'walvisor disk check' lists sectors and LSNs",
             first.lsn
         );
     }

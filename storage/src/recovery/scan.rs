@@ -25,7 +25,7 @@ use crate::catalog::control::{ControlFile, unknown_version};
 use crate::catalog::rewind::Timelines;
 use crate::error::{Error, ErrorKind, Result};
 use crate::format::{BLOCK, BatchHeader, Control, DecodeResult, Descriptor, SegmentHeader};
-use crate::index::{ExtentMap, Place};
+use crate::index::{ExtentMap, Location};
 use crate::log::clock::passed_between;
 use crate::log::commit::Commit;
 use crate::log::ring::LiveSegment;
@@ -134,16 +134,16 @@ impl Scan {
         let dir = log_dir.display();
         let told = match (self.damaged.first(), self.suspects.first()) {
             (Some(block), _) => format!(
-                "{}: record {} is damaged at byte {}, so no file of the log in {dir} is removed; 'walvisor disk check' \
-                 lists the disk and the sectors: overwrite them, restore the disk from a copy, or discard its records \
-                 with 'walvisor disk discard'",
+                "{}: record {} is damaged at byte {}, so no file of the log in {dir} is removed; \
+                 'walvisor disk check' lists the disk and the sectors: overwrite them, restore the \
+                 disk from a copy, or discard its records with 'walvisor disk discard'",
                 block.segment.path.display(),
                 block.lsn,
                 block.offset,
             ),
             (None, Some(suspect)) => format!(
-                "{0}: its header is damaged, so it may have been part of the log in {dir}; if 'walvisor disk check' finds nothing \
-                 missing, move {0} elsewhere, then try again",
+                "{0}: its header is damaged, so it may have been part of the log in {dir}; if \
+                 'walvisor disk check' finds nothing missing, move {0} elsewhere, then try again",
                 suspect.path.display(),
             ),
             (None, None) => return Ok(()),
@@ -188,7 +188,7 @@ impl DamagedBlock {
             let skipped = (piece.sector - sector) * SECTOR_SIZE;
             needed |= matches!(
                 piece.place,
-                Some(Place::Log { segment, offset })
+                Some(Location::Log { segment, offset })
                     if Arc::ptr_eq(&segment, &self.segment) && offset == self.offset + skipped
             );
         });
@@ -394,8 +394,8 @@ pub(crate) fn scan(
         return Err(Error::new(
             ErrorKind::Damaged,
             format!(
-                "{}: damaged at byte {offset}: records from LSN {} to {evidence} were acknowledged and can't be read; \
-                 restore the log from a copy",
+                "{}: damaged at byte {offset}: records from LSN {} to {evidence} were acknowledged \
+                 and can't be read; restore the log from a copy",
                 path.display(),
                 scan.last.lsn + 1,
             ),
@@ -441,7 +441,8 @@ fn classify(
             return Err(Error::new(
                 ErrorKind::Damaged,
                 format!(
-                    "{}: not a file of this log, whose segment numbers are below {}; move it elsewhere",
+                    "{}: not a file of this log, whose segment numbers are below {}; move it \
+                     elsewhere",
                     segment.path.display(),
                     root.max_segments
                 ),

@@ -101,7 +101,7 @@ impl KnownDisk {
 }
 
 /// A run: the medium and the disks on it.
-pub(super) struct Life {
+pub(super) struct SimulatedRun {
     random: Random,
     pub medium: SimulatedMedium,
     pub disks: Vec<KnownDisk>,
@@ -109,7 +109,7 @@ pub(super) struct Life {
     totals: Totals,
 }
 
-impl Life {
+impl SimulatedRun {
     pub(super) fn new(seed: u64) -> Self {
         let mut random = Random(seed);
         let mut world = World::new(random.next());

@@ -71,7 +71,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 use history::History;
 #[cfg(not(feature = "shuttle"))]
-use life::Life;
+use life::SimulatedRun;
 use oracle::Violation;
 
 use crate::mutant::{Mutant, PLANTED};
@@ -144,7 +144,8 @@ fn run_all<T: Total>(
 ) -> T {
     let replay = |seed| {
         format!(
-            "replay: WALVISOR_SEED={seed} WALVISOR_HISTORIES=1 cargo test -p walvisor-storage {name}"
+            "replay: WALVISOR_SEED={seed} WALVISOR_HISTORIES=1 cargo test -p walvisor-storage \
+             {name}"
         )
     };
     on_all_cores(seeds, |seed| {
@@ -281,7 +282,9 @@ fn broken<T>(
 #[cfg(not(feature = "shuttle"))]
 fn disks_are_made_resized_and_closed_whole_or_not_at_all() {
     let seeds = seeds("WALVISOR_LIVES", 10_000);
-    let total = run_all(&seeds, "disks_are_made", |seed| Life::new(seed).run());
+    let total = run_all(&seeds, "disks_are_made", |seed| {
+        SimulatedRun::new(seed).run()
+    });
     let count = seeds.end - seeds.start;
     println!("{count} lives from seed {}: {total:?}", seeds.start);
     if count >= 1000 {
@@ -425,6 +428,6 @@ fn every_planted_fault_in_the_life_of_a_disk_is_noticed() {
         Mutant::SkipBaseSync,
         Mutant::AttachTrustsCache,
     ];
-    let survivors = survivors(&all, 1..20_000, |seed| Life::new(seed).run());
+    let survivors = survivors(&all, 1..20_000, |seed| SimulatedRun::new(seed).run());
     assert!(survivors.is_empty(), "survived: {survivors:?}");
 }

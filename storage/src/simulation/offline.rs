@@ -476,9 +476,10 @@ impl History {
         let control = self.control()?;
         let disk = |disk: usize| {
             let image = self.fixture.image(disk);
-            match self.fixture.left[disk] {
-                true => DiskOptions::detached(image),
-                false => DiskOptions::new(image),
+            if self.fixture.left[disk] {
+                DiskOptions::detached(image)
+            } else {
+                DiskOptions::new(image)
             }
         };
         let disks: Vec<_> = (0..self.fixture.shape.disks).map(disk).collect();

@@ -476,7 +476,8 @@ impl Oracle {
         }
         lost.ok_or_else(|| {
             format!(
-                "what is left is no prefix of {} changes from {} on; against the shortest legal one: {}",
+                "what is left is no prefix of {} changes from {} on; against the shortest legal \
+                 one: {}",
                 self.order.len(),
                 floor,
                 difference(found, &at_floor)

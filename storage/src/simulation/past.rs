@@ -11,7 +11,7 @@ use crate::Buffer;
 use crate::error::ErrorKind;
 use crate::format::Control;
 use crate::history::saved::read_saved;
-use crate::index::{ExtentMap, Place};
+use crate::index::{ExtentMap, Location};
 use crate::medium::segment::LogRead;
 use crate::offline::dump::text_of;
 use crate::recovery::contents::VerifyScope;
@@ -144,7 +144,7 @@ impl History {
             for piece in extents.into_iter().flat_map(ExtentMap::iter) {
                 let range = piece.sector as usize..(piece.sector + piece.sectors) as usize;
                 let bytes = match piece.place {
-                    Some(Place::Log { segment, offset }) => {
+                    Some(Location::Log { segment, offset }) => {
                         let len = piece.sectors as usize * 512;
                         LogRead::new(segment, offset, len).read().map_err(broken)?
                     }

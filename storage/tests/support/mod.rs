@@ -24,12 +24,12 @@ pub fn small(engine: EngineKind) -> StoreOptions {
     }
 }
 
-pub struct Place {
+pub struct TestDisk {
     _dir: tempfile::TempDir,
     pub disk: PathBuf,
 }
 
-impl Place {
+impl TestDisk {
     pub fn new() -> Self {
         let place = Self::empty();
         let options = small(EngineKind::Auto);

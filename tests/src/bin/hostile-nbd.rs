@@ -12,12 +12,12 @@
 use std::path::Path;
 use std::process::ExitCode;
 
-use walvisor_testkit::hostile::{self, Target, nbd};
+use walvisor_testkit::hostile::{self, AttackTarget, nbd};
 
 fn main() -> ExitCode {
     hostile::main("hostile-nbd SOCKET EXPORT VICTIM", |names, time| {
         let [socket, export, victim] = names;
-        let target = Target::new(Path::new(socket), export);
+        let target = AttackTarget::new(Path::new(socket), export);
         let mut victim = nbd::victim(&target.socket, victim)?;
         hostile::tell(&nbd::ATTACKS, &target, &mut victim, time)
     })

@@ -12,13 +12,13 @@
 use std::path::Path;
 use std::process::ExitCode;
 
-use walvisor_testkit::hostile::{self, Target, vhost_user::ATTACKS};
+use walvisor_testkit::hostile::{self, AttackTarget, vhost_user::ATTACKS};
 use walvisor_testkit::vhost_user_client::VhostUserClient;
 
 fn main() -> ExitCode {
     hostile::main("hostile-vhost-user SOCKET VICTIM", |names, time| {
         let [socket, victim] = names;
-        let target = Target::new(Path::new(socket), "");
+        let target = AttackTarget::new(Path::new(socket), "");
         let mut victim = VhostUserClient::try_connect(Path::new(victim), 1)?;
         hostile::tell(&ATTACKS, &target, &mut victim, time)
     })

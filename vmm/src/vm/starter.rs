@@ -8,11 +8,11 @@ use walvisor_devices::block::Starter;
 
 use crate::seccomp::{Seccomp, ThreadKind, restrict_thread};
 
-type Job = Box<dyn FnOnce() + Send>;
+type StarterTask = Box<dyn FnOnce() + Send>;
 
 /// Sends jobs to the starter thread. Those sent before the thread runs wait for it.
 pub(super) struct StarterHandle {
-    jobs: Mutex<mpsc::Sender<Job>>,
+    jobs: Mutex<mpsc::Sender<StarterTask>>,
 }
 
 impl StarterHandle {
@@ -27,7 +27,7 @@ impl StarterHandle {
 }
 
 impl Starter for StarterHandle {
-    fn run(&self, job: Job) {
+    fn run(&self, job: StarterTask) {
         let jobs = self.jobs.lock().unwrap_or_else(PoisonError::into_inner);
         // If the thread is gone, the job is dropped, and its caller notices that.
         let _ = jobs.send(job);
@@ -35,7 +35,7 @@ impl Starter for StarterHandle {
 }
 
 /// The jobs that the starter thread runs.
-pub(super) struct StarterJobs(mpsc::Receiver<Job>);
+pub(super) struct StarterJobs(mpsc::Receiver<StarterTask>);
 
 impl StarterJobs {
     /// Starts the thread, restricted as `seccomp` says. The thread ends when its sender is dropped.

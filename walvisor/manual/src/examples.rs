@@ -8,8 +8,10 @@ pub fn of(page: &str) -> &'static [&'static str] {
             "walvisor run --kernel vmlinuz --initrd initrd.img --disk path=disk.img,transport=pci",
         ],
         "walvisor-run" => &[
-            "walvisor run --kernel vmlinuz --initrd initrd.img --memory 1G --cpus 2 --disk path=disk.img,transport=pci --net passt",
-            "walvisor run --kernel vmlinuz --disk path=a.img --disk path=b.img,log=a.img.wal --control ctl.sock --metrics-listen unix:metrics.sock",
+            "walvisor run --kernel vmlinuz --initrd initrd.img --memory 1G --cpus 2 --disk \
+             path=disk.img,transport=pci --net passt",
+            "walvisor run --kernel vmlinuz --disk path=a.img --disk path=b.img,log=a.img.wal \
+             --control ctl.sock --metrics-listen unix:metrics.sock",
         ],
         "walvisor-demo" => &["walvisor demo", "walvisor demo --conformance"],
         "walvisor-disk" => &[
@@ -43,7 +45,8 @@ pub fn of(page: &str) -> &'static [&'static str] {
         "walvisor-disk-snapshot-delete" => &["walvisor disk snapshot-delete disk.img evening"],
         "walvisor-disk-mark" => &["walvisor disk mark disk.img 'before the upgrade'"],
         "walvisor-serve" => &[
-            "walvisor serve --disk path=a.img,door=nbd,socket=nbd.sock --disk path=b.img,log=a.img.wal,door=vhost-user,socket=b.sock",
+            "walvisor serve --disk path=a.img,door=nbd,socket=nbd.sock --disk \
+             path=b.img,log=a.img.wal,door=vhost-user,socket=b.sock",
             "walvisor serve --config pool.toml --control ctl.sock --metrics-listen 127.0.0.1:9790",
         ],
         "walvisor-serve-nbd" => &[

@@ -688,8 +688,8 @@ fn warn_anew(uploader: &mut Uploader<'_>) {
     if let Some(why) = uploader.take_reason() {
         let epoch = uploader.epoch();
         tracing::warn!(
-            "{why}: the archive begins anew with epoch {epoch}, and copies the images; until that has ended, the \
-             newest points can't be restored"
+            "{why}: the archive begins anew with epoch {epoch}, and copies the images; until that \
+             has ended, the newest points can't be restored"
         );
     }
 }
@@ -794,8 +794,8 @@ fn promote(archive: &Archive, dir: &Path, json: bool) -> Result<(), CommandError
     let promotion = replica.promote()?;
     if promotion.left_behind {
         tracing::warn!(
-            "the archive has newer records, but no complete images for them: the old host had begun the archive anew; \
-             they are not in the replica"
+            "the archive has newer records, but no complete images for them: the old host had \
+             begun the archive anew; they are not in the replica"
         );
     }
     report_restored(

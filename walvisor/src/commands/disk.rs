@@ -12,7 +12,7 @@ use std::path::Path;
 use clap::{Args, Subcommand};
 pub(super) use file::{FileArguments, PastFile};
 pub(super) use path::print;
-use path::{Detached, DiskPath};
+use path::{DetachedImages, DiskPath};
 use serde_json::json;
 pub(super) use transfer::report as report_transfer;
 use walvisor_storage::{self as storage, DiskReport, LogReport, Retention, Store, StoreOptions};
@@ -90,7 +90,7 @@ enum DiskAction {
         #[arg(long)]
         give_up_history: bool,
         #[command(flatten)]
-        detached: Detached,
+        detached: DetachedImages,
     },
     /// Create a disk from a raw image.
     Import(transfer::ImportArguments),
@@ -149,7 +149,8 @@ pub fn run(arguments: &DiskArguments) -> Result<(), CommandError> {
             discard_log: true,
             ..
         } => Err(CommandError::Usage(format!(
-            "--discard-log: a check changes nothing; to give up a disk's records: walvisor disk discard {}",
+            "--discard-log: a check changes nothing; to give up a disk's records: walvisor disk \
+             discard {}",
             disk.path.display()
         ))),
         DiskAction::Check {
@@ -355,7 +356,8 @@ fn discard(disk: &DiskPath, yes: bool, json: bool) -> Result<(), CommandError> {
             _ => "the mark that says that its newest bytes are in a log, which is gone".to_owned(),
         };
         return Err(CommandError::Failed(format!(
-            "{name}: nothing is discarded yet: disk {} would lose {what}, for good; to do it, add --yes",
+            "{name}: nothing is discarded yet: disk {} would lose {what}, for good; to do it, add \
+             --yes",
             plan.disk
         )));
     }
@@ -393,7 +395,7 @@ fn discard(disk: &DiskPath, yes: bool, json: bool) -> Result<(), CommandError> {
 fn checkpoint(
     disk: &DiskPath,
     give_up_history: bool,
-    detached: &Detached,
+    detached: &DetachedImages,
 ) -> Result<(), CommandError> {
     let log = disk.log();
     let report = storage::inspect(&disk.path, &log).map_err(CommandError::failed)?;

@@ -600,9 +600,9 @@ impl ControlCommand {
                 let name: String = name.chars().take(80).collect();
                 return Err(ControlError::unknown_command(format_args!(
                     "unknown command '{name}': there are stats, pause, resume, resize, set-cache, \
-                     set-limit, checkpoint, export, snapshot, snapshots, snapshot-delete, points, restore, \
-                     mark, set-retain, look, unlook, looks, exports, export-cancel, add-disk, remove-disk, \
-                     config, shutdown"
+                     set-limit, checkpoint, export, snapshot, snapshots, snapshot-delete, points, \
+                     restore, mark, set-retain, look, unlook, looks, exports, export-cancel, \
+                     add-disk, remove-disk, config, shutdown"
                 )));
             }
         })

@@ -379,8 +379,8 @@ impl ControlledProcess {
     fn config(&self) -> Result<Value, ControlError> {
         let config = self.hotplug()?.config().ok_or_else(|| {
             ControlError::new(
-                "this daemon has no configuration file to save to: start it with --config FILE, or give it other --disk \
-                 the next time",
+                "this daemon has no configuration file to save to: start it with --config FILE, or \
+                 give it other --disk the next time",
             )
         })?;
         let changes = self.changes();
@@ -598,8 +598,9 @@ impl ControlledProcess {
         let name = &disk.name;
         if !self.is_paused() && !disk.paused.load(Ordering::SeqCst) {
             return Err(ControlError::new(format_args!(
-                "restore: disk '{name}' is in use: unmount it in its guest, or end what uses it, then \
-                 'walvisor ctl SOCKET pause --disk {name}', restore, and 'resume --disk {name}'",
+                "restore: disk '{name}' is in use: unmount it in its guest, or end what uses it, \
+                 then 'walvisor ctl SOCKET pause --disk {name}', restore, and 'resume --disk \
+                 {name}'",
             )));
         }
         let mut answer = rewound_json(&in_log(&disk, |disk| disk.rewind(at))?);
@@ -681,8 +682,8 @@ impl ControlledProcess {
                 let logged = disk.backend.logged();
                 let logged = logged.ok_or_else(|| {
                     failed(
-                        &"a disk without a log can't be exported while it is in use; copy it through the door that \
-                          serves it, or close it and copy its image",
+                        &"a disk without a log can't be exported while it is in use; copy it \
+                          through the door that serves it, or close it and copy its image",
                     )
                 })?;
                 logged

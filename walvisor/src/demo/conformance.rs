@@ -107,7 +107,7 @@ impl fmt::Display for ConformanceReport {
 
 #[cfg(test)]
 mod tests {
-    use super::super::listener::Job;
+    use super::super::listener::TransportJob;
     use super::*;
 
     fn case(transport: &str, problem: Option<&str>) -> Case {
@@ -161,7 +161,7 @@ mod tests {
         };
         assert!(report(silent).unwrap().contains("did not finish"));
         let refused = Transcript {
-            jobs: vec![Job {
+            jobs: vec![TransportJob {
                 transport: "mmio".to_owned(),
                 outcome: Err("no virtio block device found".to_owned()),
                 measured: None,

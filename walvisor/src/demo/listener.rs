@@ -10,14 +10,14 @@ use std::time::Duration;
 use walvisor_vmm::control::{RunControl, RunEnd};
 
 use super::recorder::{Event, Measurement};
-use walvisor_guest::contract::{Line, LoadResult, Outcome};
+use walvisor_guest::contract::{GuestMessage, LoadResult, Outcome};
 
 /// Longest silence of a guest: many times the second that its whole job takes, for loaded machines.
 pub const PATIENCE: Duration = Duration::from_secs(60);
 
 /// One transport's job.
 #[derive(Debug)]
-pub struct Job {
+pub struct TransportJob {
     /// The transport.
     pub transport: String,
     /// The guest's report, or why the job failed.
@@ -41,7 +41,7 @@ pub struct Case {
 #[derive(Debug, Default)]
 pub struct Transcript {
     /// The jobs that ended or failed.
-    pub jobs: Vec<Job>,
+    pub jobs: Vec<TransportJob>,
     /// The load, if it has ended, and the VMM's counts during it.
     pub load: Option<(LoadResult, Measurement)>,
     /// The cases, in the order in which the guest ran them.
@@ -98,14 +98,16 @@ impl Listener {
 
 impl Transcript {
     fn take(&mut self, Event { line, measured }: Event, say: &mut impl FnMut(&str)) {
-        let job = match Line::parse(&line) {
-            Some(Line::End(transport, outcome)) => Some((transport, Ok(outcome))),
-            Some(Line::Fail(transport, reason)) => Some((transport, Err(reason.to_owned()))),
-            Some(Line::Loaded(_, loaded)) => {
+        let job = match GuestMessage::parse(&line) {
+            Some(GuestMessage::End(transport, outcome)) => Some((transport, Ok(outcome))),
+            Some(GuestMessage::Fail(transport, reason)) => {
+                Some((transport, Err(reason.to_owned())))
+            }
+            Some(GuestMessage::Loaded(_, loaded)) => {
                 self.load = measured.map(|measured| (loaded, measured));
                 None
             }
-            Some(Line::Case(transport, name, problem)) => {
+            Some(GuestMessage::Case(transport, name, problem)) => {
                 self.cases.push(Case {
                     transport: transport.to_owned(),
                     name: name.to_owned(),
@@ -113,18 +115,18 @@ impl Transcript {
                 });
                 None
             }
-            Some(Line::Checked(transport, count)) => {
+            Some(GuestMessage::Checked(transport, count)) => {
                 self.checked.push((transport.to_owned(), count));
                 None
             }
-            Some(Line::Begin(_) | Line::Off) => None,
+            Some(GuestMessage::Begin(_) | GuestMessage::Off) => None,
             None => {
                 say(&line);
                 None
             }
         };
         if let Some((transport, outcome)) = job {
-            self.jobs.push(Job {
+            self.jobs.push(TransportJob {
                 transport: transport.to_owned(),
                 outcome,
                 measured,

@@ -15,7 +15,7 @@ use walvisor_vmm::vm::kvm_stats::KvmCounter;
 
 use crate::disk::log_counters;
 use crate::processor_time;
-use walvisor_guest::contract::Line;
+use walvisor_guest::contract::GuestMessage;
 
 /// Longest line that is kept, in bytes; the rest of a longer line is dropped.
 const LONGEST_LINE: usize = 512;
@@ -147,8 +147,8 @@ impl Recorder {
         }
         let line = String::from_utf8_lossy(&self.line).into_owned();
         self.line.clear();
-        let begins = match Line::parse(&line) {
-            Some(Line::Begin(transport)) => Some(transport.to_owned()),
+        let begins = match GuestMessage::parse(&line) {
+            Some(GuestMessage::Begin(transport)) => Some(transport.to_owned()),
             _ => None,
         };
         // The listener may be gone if the run is being abandoned.

@@ -9,7 +9,7 @@ use serde::Serialize;
 
 use super::disks::ClosedImage;
 use super::error::DemoError;
-use super::listener::{Job, Transcript};
+use super::listener::{Transcript, TransportJob};
 use walvisor_guest::contract::{Digest, Outcome};
 
 /// Bytes of a block of the guest's digest.
@@ -83,7 +83,10 @@ pub(super) fn assemble(
     })
 }
 
-fn of_transport(image: &ClosedImage, job: Option<&Job>) -> Result<TransportReport, DemoError> {
+fn of_transport(
+    image: &ClosedImage,
+    job: Option<&TransportJob>,
+) -> Result<TransportReport, DemoError> {
     let measured = job.and_then(|job| job.measured);
     let outcome = match job.map(|job| &job.outcome) {
         Some(Ok(outcome)) => Ok(*outcome),
@@ -172,7 +175,7 @@ mod tests {
     use std::time::Duration;
 
     use super::*;
-    use crate::demo::listener::Job;
+    use crate::demo::listener::TransportJob;
     use crate::demo::recorder::Measurement;
     use walvisor_guest::contract::Counts;
 
@@ -195,7 +198,7 @@ mod tests {
 
     /// The report of a job on an image of two blocks; `change` may change the image and the
     /// reported job.
-    fn report(change: impl FnOnce(&mut Vec<u8>, &mut Job)) -> TransportReport {
+    fn report(change: impl FnOnce(&mut Vec<u8>, &mut TransportJob)) -> TransportReport {
         let directory = tempfile::tempdir().unwrap();
         let path = directory.path().join("image");
         let mut data = vec![7; 2 * BLOCK];
@@ -203,7 +206,7 @@ mod tests {
         let mut digest = Digest::default();
         digest.add(0, &data[..BLOCK]);
         digest.add(1, &data[BLOCK..]);
-        let mut job = Job {
+        let mut job = TransportJob {
             transport: "mmio".to_owned(),
             outcome: Ok(Outcome {
                 counts: COUNTS,
@@ -239,7 +242,7 @@ mod tests {
 
     #[test]
     fn a_failed_job_names_its_problem() {
-        let reason = |change: fn(&mut Vec<u8>, &mut Job)| {
+        let reason = |change: fn(&mut Vec<u8>, &mut TransportJob)| {
             let report = DemoReport {
                 transports: vec![report(change)],
             };

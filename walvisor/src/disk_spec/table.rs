@@ -338,7 +338,8 @@ pub const KEYS: &[Key] = &[
         default: "100",
         commands: EVERYWHERE,
         backends: ANY,
-        help: "The disk's part of a thread, and of its log's room, beside other disks that have work: one with 200 moves twice as many bytes as one with 100",
+        help: "The disk's part of a thread, and of its log's room, beside other disks that have \
+               work: one with 200 moves twice as many bytes as one with 100",
     },
     Key {
         name: "commit-wait-usec",
@@ -473,7 +474,8 @@ pub const KEYS: &[Key] = &[
         default: "no other image",
         commands: EVERYWHERE,
         backends: LOGGED,
-        help: "Images of disks on the log that are not used here, separated by ':'; the log may copy its records of them there",
+        help: "Images of disks on the log that are not used here, separated by ':'; the log may \
+               copy its records of them there",
     },
     Key {
         name: "door",

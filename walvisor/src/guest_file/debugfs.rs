@@ -116,7 +116,8 @@ impl Debugfs {
             .stdin(Stdio::null());
         let output = command.output().map_err(|error| {
             format!(
-                "without a mount, which needs root and loop devices, it takes debugfs of the package e2fsprogs: {error}"
+                "without a mount, which needs root and loop devices, it takes debugfs of the \
+                 package e2fsprogs: {error}"
             )
         })?;
         let [out, errors] = [output.stdout, output.stderr]

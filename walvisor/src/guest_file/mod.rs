@@ -25,7 +25,7 @@ mod volume;
 use std::path::{Path, PathBuf};
 
 use debugfs::Debugfs;
-use mount::{MountError, Mounted};
+use mount::{LoopMount, MountError};
 pub use output::NewFile;
 pub use served::{OpenedDisk, ServedVolume};
 use volume::FileSystem;
@@ -66,12 +66,13 @@ impl WantedFile {
             return Err("--no-mount: only ext4 can be read without a mount".to_owned());
         }
         if !self.no_mount {
-            match Mounted::new(file, file_system) {
+            match LoopMount::new(file, file_system) {
                 Ok(mounted) => return mounted.copy(&self.path, new),
                 Err(MountError::Broken(why)) => return Err(why),
                 Err(MountError::Refused(why)) if xfs => {
                     return Err(format!(
-                        "{why}; xfs must be mounted, which needs root, loop devices and a kernel with xfs"
+                        "{why}; xfs must be mounted, which needs root, loop devices and a kernel \
+                         with xfs"
                     ));
                 }
                 Err(MountError::Refused(_)) => {}

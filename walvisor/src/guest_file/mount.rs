@@ -33,11 +33,11 @@ pub(super) enum MountError {
 }
 
 /// A mounted file system. It is unmounted, and its loop device is free, once this is dropped.
-pub(super) struct Mounted {
+pub(super) struct LoopMount {
     root: OwnedFd,
 }
 
-impl Mounted {
+impl LoopMount {
     /// Mounts the file system in a file. The kernel replays its journal, and so writes to the file.
     pub(super) fn new(file: &File, file_system: FileSystem) -> Result<Self, MountError> {
         let device = LoopDevice::new(file);
@@ -67,8 +67,8 @@ impl Mounted {
                 "no mount of {name}: not allowed"
             ))),
             Err(error) => Err(MountError::Broken(format!(
-                "the kernel can't mount its {name}: {error}{}; 'disk restore' without --file makes an image, which can be \
-                 repaired",
+                "the kernel can't mount its {name}: {error}{}; 'disk restore' without --file makes \
+                 an image, which can be repaired",
                 kernel_messages(context)
             ))),
         }

@@ -16,12 +16,12 @@ const PIECE: usize = 1 << 20;
 /// A new file, which has its name once it is whole and durable.
 pub struct NewFile {
     path: PathBuf,
-    file: Unpublished,
+    file: TemporaryFile,
     /// The permission bits that it gets.
     mode: u32,
 }
 
-enum Unpublished {
+enum TemporaryFile {
     /// It has no name, and goes with the process.
     Unnamed(File),
     /// For a file system that has no such files.
@@ -43,13 +43,13 @@ impl NewFile {
             .custom_flags(OFlags::TMPFILE.bits() as i32)
             .open(directory);
         let file = match unnamed {
-            Ok(file) => Ok(Unpublished::Unnamed(file)),
+            Ok(file) => Ok(TemporaryFile::Unnamed(file)),
             Err(error) if error.kind() == ErrorKind::NotFound => Err(error),
             Err(_) => tempfile::Builder::new()
                 .prefix(".walvisor-")
                 .permissions(PermissionsExt::from_mode(mode))
                 .tempfile_in(directory)
-                .map(Unpublished::Named),
+                .map(TemporaryFile::Named),
         };
         let failed = |error| {
             let (path, directory) = (path.display(), directory.display());
@@ -92,8 +92,8 @@ impl NewFile {
     /// The file, for whoever fills it.
     pub(super) fn file(&self) -> &File {
         match &self.file {
-            Unpublished::Unnamed(file) => file,
-            Unpublished::Named(file) => file.as_file(),
+            TemporaryFile::Unnamed(file) => file,
+            TemporaryFile::Named(file) => file.as_file(),
         }
     }
 
@@ -141,12 +141,12 @@ impl NewFile {
         ready.map_err(|error| self.failed(error))?;
         let path = self.path;
         let linked = match self.file {
-            Unpublished::Unnamed(file) => {
+            TemporaryFile::Unnamed(file) => {
                 let unnamed = format!("/proc/self/fd/{}", file.as_raw_fd());
                 let follow = AtFlags::SYMLINK_FOLLOW;
                 linkat(CWD, unnamed, CWD, &path, follow).map_err(io::Error::from)
             }
-            Unpublished::Named(file) => {
+            TemporaryFile::Named(file) => {
                 let kept = file.persist_noclobber(&path);
                 kept.map(drop).map_err(|error| error.error)
             }

@@ -333,7 +333,8 @@ mod tests {
         let disk = disk.ext4(8);
         disk.refused(
             None,
-            "--partition N: the disk has these partitions: 1 (ext4, 50 KiB), 5 (nothing known, 46 KiB), 6 (ext4",
+            "--partition N: the disk has these partitions: 1 (ext4, 50 KiB), 5 (nothing known, 46 \
+             KiB), 6 (ext4",
         );
         disk.has(Some(1), 1, 8..108);
         disk.has(Some(6), 6, 1108..1200);

@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 
 use super::opener::SUBTYPE;
 use super::target::{
-    Result, StepContext, Target, TargetError, directories, get, make_directory, name_of,
+    LioTarget, Result, StepContext, TargetError, directories, get, make_directory, name_of,
     remove_directory, set,
 };
 
@@ -53,7 +53,7 @@ impl BackstoreSpec {
 /// A back store: `core/user_<hba>/<name>`.
 #[derive(Clone, Debug)]
 pub struct Backstore {
-    pub(super) target: Target,
+    pub(super) target: LioTarget,
     /// The number after `user_` in its directory's name.
     pub hba: u32,
     /// Its name.
@@ -62,7 +62,7 @@ pub struct Backstore {
 }
 
 impl Backstore {
-    fn at(target: &Target, hba: u32, name: &str) -> Self {
+    fn at(target: &LioTarget, hba: u32, name: &str) -> Self {
         let directory = target.core().join(format!("user_{hba}")).join(name);
         Self {
             target: target.clone(),
@@ -73,7 +73,7 @@ impl Backstore {
     }
 
     /// Every back store of target_core_user, including those of other programs.
-    pub fn all(target: &Target) -> Vec<Self> {
+    pub fn all(target: &LioTarget) -> Vec<Self> {
         let mut found = Vec::new();
         for hba in directories(&target.core()) {
             let number = name_of(&hba)
@@ -87,7 +87,7 @@ impl Backstore {
     }
 
     /// The back stores that are walvisor's.
-    pub fn ours(target: &Target) -> Vec<Self> {
+    pub fn ours(target: &LioTarget) -> Vec<Self> {
         let all = Self::all(target).into_iter();
         all.filter(|store| store.config().starts_with(SUBTYPE))
             .collect()
@@ -99,7 +99,7 @@ impl Backstore {
     /// # Errors
     /// If the name is taken, or the kernel refuses. Whatever this call has made by then is removed
     /// again.
-    pub fn raise(target: &Target, wanted: &BackstoreSpec) -> Result<(Self, bool)> {
+    pub fn raise(target: &LioTarget, wanted: &BackstoreSpec) -> Result<(Self, bool)> {
         let (name, config) = (&wanted.name, wanted.config());
         let standing = Self::all(target)
             .into_iter()
@@ -149,7 +149,7 @@ impl Backstore {
     }
 
     /// Makes the first free directory `user_N`.
-    fn new_hba(target: &Target) -> Result<u32> {
+    fn new_hba(target: &LioTarget) -> Result<u32> {
         let core = target.core();
         for hba in 0..MAX_HBAS {
             let path = core.join(format!("user_{hba}"));

@@ -8,7 +8,7 @@ use walvisor_devices::tcmu::{CommandRing, Device, Mapping, Worker};
 use super::backstore::{Backstore, BackstoreSpec};
 use super::export::TargetExport;
 use super::refusal::Refusal;
-use super::target::{Result, StepContext, Target, TargetError};
+use super::target::{LioTarget, Result, StepContext, TargetError};
 use super::uio::Uio;
 use crate::disk_spec::Fabric;
 
@@ -38,7 +38,7 @@ impl LioDisk {
     /// # Errors
     /// If the kernel refuses, or the name is taken. Nothing half-built stays.
     pub fn raise(
-        target: &Target,
+        target: &LioTarget,
         wanted: &BackstoreSpec,
         fabric: Fabric,
         wwn: &str,

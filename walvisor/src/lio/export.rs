@@ -9,7 +9,7 @@ use std::time::Duration;
 
 use super::backstore::Backstore;
 use super::target::{
-    Result, StepContext, Target, TargetError, directories, get, make_directory, name_of,
+    LioTarget, Result, StepContext, TargetError, directories, get, make_directory, name_of,
     remove_directory, set,
 };
 use crate::disk_spec::Fabric;
@@ -50,7 +50,7 @@ impl TargetExport {
     /// # Errors
     /// If the fabric's module is missing, or the target already has a LUN 0. Whatever this call has
     /// made by then is removed again.
-    pub fn prepare(target: &Target, fabric: Fabric, wwn: &str) -> Result<Option<Self>> {
+    pub fn prepare(target: &LioTarget, fabric: Fabric, wwn: &str) -> Result<Option<Self>> {
         let (name, module, command) = match fabric {
             Fabric::Loop => ("loopback", "tcm_loop", "modprobe tcm_loop"),
             Fabric::Vhost => ("vhost", "vhost_scsi", "modprobe vhost_scsi"),

@@ -25,7 +25,7 @@ pub use backstore::{Backstore, BackstoreSpec};
 pub use disk::LioDisk;
 pub use events::{Change, Events};
 pub use export::TargetExport;
-pub use target::{Target, TargetError};
+pub use target::{LioTarget, TargetError};
 pub use uio::Uio;
 
 #[cfg(test)]

@@ -61,14 +61,14 @@ impl<T> StepContext<T> for io::Result<T> {
 
 /// The kernel's target.
 #[derive(Clone, Debug)]
-pub struct Target {
+pub struct LioTarget {
     pub(super) configfs: PathBuf,
     pub(super) uio: PathBuf,
     /// Opens UIO devices; `None`: this process does.
     pub(super) opener: Option<Arc<Opener>>,
 }
 
-impl Target {
+impl LioTarget {
     /// Finds the target.
     ///
     /// # Errors
@@ -102,7 +102,8 @@ impl Target {
         let mounted = |line: &str| line.split(' ').nth(1).map(Path::new) == Some(&*self.configfs);
         if !mounts.lines().any(mounted) {
             return missing(
-                "configfs is not mounted at /sys/kernel/config, so the SCSI target cannot be set up",
+                "configfs is not mounted at /sys/kernel/config, so the SCSI target cannot be set \
+                 up",
                 "mount -t configfs configfs /sys/kernel/config && modprobe target_core_user",
             );
         }

@@ -7,8 +7,8 @@ use std::path::Path;
 use super::target::*;
 use super::*;
 
-fn target(directory: &Path) -> Target {
-    Target {
+fn target(directory: &Path) -> LioTarget {
+    LioTarget {
         configfs: directory.join("config"),
         uio: directory.join("uio"),
         opener: None,

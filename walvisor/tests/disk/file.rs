@@ -435,7 +435,8 @@ fn a_user_without_rights_reads_ext4_with_debugfs() {
     assert_eq!(fs::read_to_string(theirs.join("out")).unwrap(), "one");
     // Where a user may open /dev/fuse, as on a usual Debian, nothing is copied.
     fs::remove_file(theirs.join("out")).unwrap();
-    let script = "mknod fuse c 10 229 && chmod 666 fuse && mount --bind fuse /dev/fuse && exec setpriv \"$@\"";
+    let script = "mknod fuse c 10 229 && chmod 666 fuse && mount --bind fuse /dev/fuse && exec \
+                  setpriv \"$@\"";
     let mut inside = vec!["-m", "sh", "-euc", script, "sh"];
     command.splice(3..3, ["prlimit", "--fsize=8388608"]);
     inside.extend(command);

@@ -294,7 +294,8 @@ fn a_live_disk_grows_is_checkpointed_and_changes_its_cache() {
     assert_eq!(guest.stats()["disks"][0]["cache"], "writeback");
     let limits: Value = serde_json::from_str(
         &ctl(&format!(
-            "--json set-limit --disk {name} --ops-per-second 100 --bytes-per-second 1M --bytes-burst 4M"
+            "--json set-limit --disk {name} --ops-per-second 100 --bytes-per-second 1M \
+             --bytes-burst 4M"
         ))
         .unwrap(),
     )

@@ -56,11 +56,13 @@ fn each_change_tells_people_in_a_line() {
         ("pause --disk disk.img", "disk.img: paused"),
         (
             "restore --at lsn:1",
-            "disk.img: restored in place as of lsn:1, 1 record undone; to undo this, restore --at lsn:3",
+            "disk.img: restored in place as of lsn:1, 1 record undone; to undo this, restore --at \
+             lsn:3",
         ),
         (
             "restore --at lsn:2",
-            "disk.img: restored in place as of lsn:2, 0 records undone and 1 back; to undo this, restore --at lsn:4",
+            "disk.img: restored in place as of lsn:2, 0 records undone and 1 back; to undo this, \
+             restore --at lsn:4",
         ),
         (
             "restore --at lsn:2",
@@ -85,13 +87,15 @@ fn each_change_tells_people_in_a_line() {
         ),
         (
             "remove-disk b.img",
-            "b.img: removed; the log keeps history, and with it this disk's newest records: open the disk together with its log",
+            "b.img: removed; the log keeps history, and with it this disk's newest records: open \
+             the disk together with its log",
         ),
         ("set-retain 5M", "retain=5M: the log keeps its last 5 MiB"),
         (
             "set-retain off --give-up-history",
             &format!(
-                "retain=off: the log keeps no history; gave up the rest of the history of disk.img, {place}/b.img since 2"
+                "retain=off: the log keeps no history; gave up the rest of the history of \
+                 disk.img, {place}/b.img since 2"
             ),
         ),
         ("snapshot-delete three", "snapshot 'three' deleted"),

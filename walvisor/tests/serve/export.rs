@@ -237,7 +237,8 @@ fn commit_beside_backups(keys: &str, time: Duration) {
     }
     // The first would have ended the test.
     println!(
-        "{backups} backups of {} MiB, 0 writes failed (EIO), p99 with a backup: {:.2} times that without",
+        "{backups} backups of {} MiB, 0 writes failed (EIO), p99 with a backup: {:.2} times that \
+         without",
         SIZE / MIB,
         p99[1] / p99[0]
     );

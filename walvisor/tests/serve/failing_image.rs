@@ -91,7 +91,8 @@ fn a_full_file_system_under_one_image_does_not_stop_the_other_disk() {
         create_disk(image, 32 * MIB, &dir.join("log"), &options).unwrap();
     }
     let arguments = format!(
-        "--control ctl --disk path={},log=log,socket=s,serial=sick --disk path=well.img,log=log,socket=s,serial=well",
+        "--control ctl --disk path={},log=log,socket=s,serial=sick --disk \
+         path=well.img,log=log,socket=s,serial=well",
         image.display()
     );
     let connect = |export: &str| SimpleClient::connect(&dir.join("s"), export).unwrap();
@@ -335,8 +336,8 @@ fn commit_beside(time: Duration, kind: &str, filters: &[&str], parameters: &[&st
     });
     let [(with_other, longest_other), (with_sick, longest_sick)] = found;
     println!(
-        "beside a writer whose image works: {with_other} commits, longest {longest_other:?}; {kind}: {with_sick}, longest \
-         {longest_sick:?}; kept {:.2}; it is told as {}",
+        "beside a writer whose image works: {with_other} commits, longest {longest_other:?}; \
+         {kind}: {with_sick}, longest {longest_sick:?}; kept {:.2}; it is told as {}",
         f64::from(with_sick) / f64::from(with_other.max(1)),
         condition(dir, "sick")["name"]
     );

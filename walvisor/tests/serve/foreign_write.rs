@@ -43,8 +43,8 @@ fn told(dir: &Path) -> String {
         assert_eq!(output.status.code(), Some(1), "{command}: {told}");
         let parts = [
             "another program, or a mount, has written to it since the log did",
-            "the log in disk.img.wal holds 1 record of its disk; put the image that they belong to back, or discard \
-             them with: walvisor disk discard disk.img",
+            "the log in disk.img.wal holds 1 record of its disk; put the image that they belong to \
+             back, or discard them with: walvisor disk discard disk.img",
         ];
         for part in parts {
             assert!(told.contains(part), "{command}: {told}");

@@ -276,7 +276,8 @@ fn history_is_not_given_up_by_keeping_less_of_it() {
     };
     let before = records();
     let opened = [
-        "disk 'a': its log keeps history (retain=1h), and retain=off would give up a part of it, of",
+        "disk 'a': its log keeps history (retain=1h), and retain=off would give up a part of it, \
+         of",
         "open it without retain=, then 'walvisor ctl SOCKET set-retain off --give-up-history'",
     ];
     refused(&format!("serve nbd {serve},retain=off"), &opened);

@@ -488,7 +488,8 @@ fn a_removed_disk_is_not_added_without_its_log() {
     }
     let daemon = Daemon::start(
         dir,
-        "--control ctl --disk-dir in --disk path=in/v1,log=in/shared,retain=24h,socket=s --disk path=in/v2,log=in/shared,socket=s",
+        "--control ctl --disk-dir in --disk path=in/v1,log=in/shared,retain=24h,socket=s --disk \
+         path=in/v2,log=in/shared,socket=s",
     );
     ctl(dir, "remove-disk in/v2");
     let error = refused(dir, "add-disk path=in/v2,socket=s");

@@ -44,8 +44,9 @@ fn worked(dir: &Path, address: &str) -> Daemon {
     create(dir, "b.img", "1M --log a.img.wal");
     fs::create_dir(dir.join("archive")).unwrap();
     let arguments = format!(
-        "serve --disk path=a.img,door=nbd,socket=n,archive=file://{} --disk path=b.img,log=a.img.wal,door=vhost-user,socket=v \
-         --metrics-listen {address} --control ctl",
+        "serve --disk path=a.img,door=nbd,socket=n,archive=file://{} --disk \
+         path=b.img,log=a.img.wal,door=vhost-user,socket=v --metrics-listen {address} --control \
+         ctl",
         dir.join("archive").display()
     );
     let mut command = Command::new(WALVISOR);

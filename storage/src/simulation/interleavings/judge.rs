@@ -285,7 +285,8 @@ impl Judge {
                     .find(|&ended| ended < newest.submitted)
                 {
                     return Err(format!(
-                        "client {client}'s write of time {} is there, client {other}'s that ended at {lost} is not",
+                        "client {client}'s write of time {} is there, client {other}'s that ended \
+                         at {lost} is not",
                         newest.submitted
                     ));
                 }

@@ -190,8 +190,8 @@ impl Judge<'_> {
                 let shared = log_of(&ones.disk) == log_of(&others.disk);
                 if shared && !in_order(ones, last, others, first) {
                     broken.push(format!(
-                        "no prefix: {} is in state {first} of client {other}, {} in state {last} of client {one}, which \
-                         had done more before",
+                        "no prefix: {} is in state {first} of client {other}, {} in state {last} \
+                         of client {one}, which had done more before",
                         others.disk, ones.disk
                     ));
                 }

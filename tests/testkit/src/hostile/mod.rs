@@ -36,7 +36,7 @@ pub struct Attack {
     pub attackers: usize,
     /// Whether a connection that the server has ended is made again.
     repeats: bool,
-    connect: fn(&Target) -> io::Result<UnixStream>,
+    connect: fn(&AttackTarget) -> io::Result<UnixStream>,
     /// What a connection does. It ends when the server or [`Attackers::end`] ends the connection,
     /// or before.
     act: fn(&mut UnixStream) -> io::Result<()>,
@@ -44,14 +44,14 @@ pub struct Attack {
 
 /// Whom an attack is for.
 #[derive(Clone, Debug)]
-pub struct Target {
+pub struct AttackTarget {
     /// The server's socket.
     pub socket: PathBuf,
     /// The disk's name, over NBD.
     pub export: String,
 }
 
-impl Target {
+impl AttackTarget {
     /// A disk at a socket. The name counts over NBD only.
     #[must_use]
     pub fn new(socket: &Path, export: &str) -> Self {
@@ -67,7 +67,7 @@ const CONNECT_WAIT: Duration = Duration::from_secs(2);
 
 /// What the connections of an attack share with who has started them.
 #[derive(Default)]
-struct Battle {
+struct AttackState {
     over: AtomicBool,
     /// Attackers that have had a connection, and those that could not get one.
     connected: AtomicUsize,
@@ -78,20 +78,20 @@ struct Battle {
     streams: Mutex<Vec<Option<UnixStream>>>,
 }
 
-impl Battle {
+impl AttackState {
     fn lock(&self) -> MutexGuard<'_, Vec<Option<UnixStream>>> {
         self.streams.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Makes a connection, that of the attacker `at`. `None`: it can't be made, or the attack is
     /// over.
-    fn connect(&self, attack: &Attack, target: &Target, at: usize) -> Option<UnixStream> {
+    fn connect(&self, attack: &Attack, target: &AttackTarget, at: usize) -> Option<UnixStream> {
         let stream = (attack.connect)(target).ok()?;
         self.lock()[at] = Some(stream.try_clone().ok()?);
         (!self.over.load(Ordering::SeqCst)).then_some(stream)
     }
 
-    fn fight(&self, attack: &Attack, target: &Target, at: usize) {
+    fn fight(&self, attack: &Attack, target: &AttackTarget, at: usize) {
         let Some(mut stream) = self.connect(attack, target, at) else {
             self.refused.fetch_add(1, Ordering::SeqCst);
             return;
@@ -124,14 +124,14 @@ fn wait_for_hang_up(stream: &UnixStream) -> io::Result<()> {
 
 /// The connections of an attack that goes on.
 pub struct Attackers {
-    battle: Arc<Battle>,
+    battle: Arc<AttackState>,
 }
 
 impl Attackers {
     /// Starts an attack, each connection in a thread, as a server that does not read holds it up.
     #[must_use]
-    pub fn start(attack: &'static Attack, target: &Target) -> Self {
-        let battle = Arc::<Battle>::default();
+    pub fn start(attack: &'static Attack, target: &AttackTarget) -> Self {
+        let battle = Arc::<AttackState>::default();
         battle.lock().resize_with(attack.attackers, || None);
         let fight = |at| {
             let (battle, target) = (Arc::clone(&battle), target.clone());
@@ -211,7 +211,7 @@ impl Commits {
 /// If the victim loses its server.
 pub fn tell(
     attacks: &'static [Attack],
-    target: &Target,
+    target: &AttackTarget,
     victim: &mut dyn Victim,
     time: Duration,
 ) -> io::Result<()> {

@@ -4,7 +4,7 @@ use std::io::{self, Read, Write};
 use std::os::unix::net::UnixStream;
 use std::path::Path;
 
-use super::{Attack, COMMIT_BYTES, LONGEST_WAIT, Target, Victim};
+use super::{Attack, AttackTarget, COMMIT_BYTES, LONGEST_WAIT, Victim};
 use crate::nbd::{FLUSH, READ, SimpleClient, WRITE, request, simple_reply};
 use crate::noise;
 
@@ -69,7 +69,7 @@ pub static ATTACKS: [Attack; 6] = [
     attack("garbage", |stream| stream.write_all(&noise(4096))),
 ];
 
-fn connect(target: &Target) -> io::Result<UnixStream> {
+fn connect(target: &AttackTarget) -> io::Result<UnixStream> {
     Ok(SimpleClient::connect(&target.socket, &target.export)?.stream)
 }
 

@@ -8,7 +8,7 @@ use std::os::unix::net::UnixStream;
 
 use rustix::event::{EventfdFlags, PollFd, PollFlags, eventfd, poll};
 
-use super::{Attack, COMMIT_BYTES, LONGEST_WAIT, Target, Victim};
+use super::{Attack, AttackTarget, COMMIT_BYTES, LONGEST_WAIT, Victim};
 use crate::vhost_user::*;
 use crate::vhost_user_client::VhostUserClient;
 use crate::{PATIENCE, noise};
@@ -28,7 +28,7 @@ const fn attack(
         name,
         attackers: 1,
         repeats,
-        connect: |target: &Target| UnixStream::connect(&target.socket),
+        connect: |target: &AttackTarget| UnixStream::connect(&target.socket),
         act,
     }
 }

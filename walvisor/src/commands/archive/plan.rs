@@ -58,14 +58,14 @@ fn size(text: &str) -> Result<u64, String> {
 
 /// A month of an archive that is as old as it keeps.
 #[derive(Debug, PartialEq)]
-struct Month {
+struct MonthlyUse {
     puts: f64,
     gets: f64,
     sent_bytes: f64,
     stored_bytes: f64,
 }
 
-impl Month {
+impl MonthlyUse {
     fn of(plan: &PlanArguments) -> Self {
         let month = MONTH.as_secs_f64();
         let base_every = plan.base_every.as_secs_f64();
@@ -101,7 +101,7 @@ impl Month {
 
 /// Carries out `walvisor archive plan`.
 pub fn run(plan: &PlanArguments) {
-    let month = Month::of(plan);
+    let month = MonthlyUse::of(plan);
     let (requests, storage) = month.costs(plan);
     let cost = requests + storage;
     if plan.json {
@@ -137,15 +137,15 @@ mod tests {
     use super::*;
 
     #[derive(Parser)]
-    struct Line {
+    struct PlanCommand {
         #[command(flatten)]
         plan: PlanArguments,
     }
 
-    fn month(arguments: &str) -> (Month, f64) {
+    fn month(arguments: &str) -> (MonthlyUse, f64) {
         let words = arguments.split_whitespace();
-        let plan = Line::parse_from(["plan"].into_iter().chain(words)).plan;
-        let month = Month::of(&plan);
+        let plan = PlanCommand::parse_from(["plan"].into_iter().chain(words)).plan;
+        let month = MonthlyUse::of(&plan);
         let (requests, storage) = month.costs(&plan);
         (month, requests + storage)
     }

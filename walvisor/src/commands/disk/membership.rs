@@ -6,7 +6,7 @@ use clap::Args;
 use serde_json::json;
 use walvisor_storage::{self as storage, Retention, StoreOptions};
 
-use super::path::{Detached, DiskPath, print};
+use super::path::{DetachedImages, DiskPath, print};
 use crate::commands::CommandError;
 use crate::point::retain_text;
 
@@ -16,7 +16,7 @@ pub(super) struct LeaveArguments {
     #[command(flatten)]
     disk: DiskPath,
     #[command(flatten)]
-    detached: Detached,
+    detached: DetachedImages,
     /// Print JSON.
     #[arg(long)]
     json: bool,
@@ -30,7 +30,7 @@ pub(super) struct MoveArguments {
     /// The directory of the other log.
     new: PathBuf,
     #[command(flatten)]
-    detached: Detached,
+    detached: DetachedImages,
     /// Print JSON.
     #[arg(long)]
     json: bool,

@@ -26,14 +26,14 @@ impl DiskPath {
 
 /// Other disks of the log, whose images a command may open.
 #[derive(Debug, Default, Args)]
-pub(super) struct Detached {
+pub(super) struct DetachedImages {
     /// The image of another disk on the log, to which the log may copy its records of that disk;
     /// may be given several times.
     #[arg(long = "detached", value_name = "IMAGE")]
     pub(super) images: Vec<PathBuf>,
 }
 
-impl Detached {
+impl DetachedImages {
     /// The disk at `path`, and the others.
     pub(super) fn with(&self, path: &Path) -> Vec<DiskOptions> {
         let mut disks = vec![DiskOptions::new(path)];

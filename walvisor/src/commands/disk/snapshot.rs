@@ -7,7 +7,7 @@ use clap::Args;
 use serde_json::{Value, json};
 use walvisor_storage::{self as storage, MarkText, Retention, SnapshotName, Store, StoreOptions};
 
-use super::path::{Detached, DiskPath, print};
+use super::path::{DetachedImages, DiskPath, print};
 use crate::commands::CommandError;
 use crate::commands::in_use::cannot_look;
 use crate::point::{mark_json, snapshot_json, time_text};
@@ -29,7 +29,7 @@ pub(super) struct SnapshotArguments {
     #[command(flatten)]
     disk: DiskPath,
     #[command(flatten)]
-    detached: Detached,
+    detached: DetachedImages,
     /// Its name: 1 to 64 of the characters A-Z, a-z, 0-9, '.', '_' and '-'.
     name: SnapshotName,
     /// Print JSON.
@@ -53,7 +53,7 @@ pub(super) struct MarkArguments {
     #[command(flatten)]
     disk: DiskPath,
     #[command(flatten)]
-    detached: Detached,
+    detached: DetachedImages,
     /// Its text: one line of 1 to 256 bytes, without control characters.
     text: MarkText,
     /// Print JSON.
@@ -64,7 +64,7 @@ pub(super) struct MarkArguments {
 /// Opens the disk for one change of its log's history.
 fn change<T>(
     disk: &DiskPath,
-    detached: &Detached,
+    detached: &DetachedImages,
     change: impl FnOnce(&storage::Disk) -> storage::Result<T>,
 ) -> Result<T, CommandError> {
     let options = StoreOptions {

@@ -7,7 +7,7 @@ use serde_json::json;
 use walvisor_storage::{self as storage, ImageFormat, Point, StoreOptions};
 
 use super::file::{FileArguments, restore_file};
-use super::path::{Detached, DiskPath, print};
+use super::path::{DetachedImages, DiskPath, print};
 use crate::commands::CommandError;
 use crate::commands::in_use::ask_owner;
 use crate::commands::threads::Threads;
@@ -108,7 +108,7 @@ pub(super) struct ResizeArguments {
     #[arg(long)]
     shrink: bool,
     #[command(flatten)]
-    detached: Detached,
+    detached: DetachedImages,
     /// Print JSON.
     #[arg(long)]
     json: bool,

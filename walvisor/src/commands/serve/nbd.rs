@@ -113,7 +113,8 @@ impl NbdDoor {
             .ok_or_else(|| {
                 let places: Vec<_> = self.places.iter().map(|(_, uri)| uri.key()).collect();
                 format!(
-                    "disk '{}': a disk can be added only where this daemon listens already: give {}",
+                    "disk '{}': a disk can be added only where this daemon listens already: give \
+                     {}",
                     spec.name(),
                     places.join(" or ")
                 )

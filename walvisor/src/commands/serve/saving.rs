@@ -175,7 +175,8 @@ fn beside_defaults(
         }
     }
     Err(format!(
-        "the file's [defaults] would give it {}: remove it, and add it with that key as you want it",
+        "the file's [defaults] would give it {}: remove it, and add it with that key as you want \
+         it",
         refused.unwrap_or_default()
     ))
 }

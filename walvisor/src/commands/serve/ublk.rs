@@ -8,7 +8,7 @@ use std::time::Instant;
 use clap::Args;
 use walvisor_devices::backend::Answer;
 use walvisor_devices::ublk::{
-    Control, Device, DeviceState, KernelDevice, ServedDevice, WantedDevice, WorkerPool,
+    ControlDevice, Device, DeviceState, KernelDevice, ServedDevice, WantedDevice, WorkerPool,
 };
 use walvisor_vmm::disk::{DiskInUse, OpenDisk};
 
@@ -55,7 +55,7 @@ pub(super) fn run(arguments: &UblkArguments, started: Instant) -> Result<(), Com
     if !arguments.list && arguments.remove.is_empty() {
         return arguments.daemon.run(DiskCommand::Ublk, started);
     }
-    let control = Control::open().map_err(CommandError::failed)?;
+    let control = ControlDevice::open().map_err(CommandError::failed)?;
     let ours = control.devices();
     let ours = ours.into_iter().filter(|device| is_ours(device.identity));
     let ours: Vec<_> = ours.collect();
@@ -113,7 +113,7 @@ impl Door for UblkDoor {
         _sockets: &mut Sockets,
         _names: &mut SocketNames,
     ) -> Result<(), CommandError> {
-        let control = Control::open().map_err(CommandError::failed)?;
+        let control = ControlDevice::open().map_err(CommandError::failed)?;
         for spec in specs {
             let wanted = WantedDevice {
                 queues: disks::queues(spec, 1),
@@ -134,9 +134,9 @@ impl Door for UblkDoor {
         _others: &[DiskSpec],
     ) -> Result<Option<PathBuf>, String> {
         Err(format!(
-            "disk '{}': a disk with door=ublk can't be added to a running daemon, which gave up the \
-             right to make its rings: restart the daemon with it (its other disks with door=ublk \
-             wait meanwhile), or start another daemon",
+            "disk '{}': a disk with door=ublk can't be added to a running daemon, which gave up \
+             the right to make its rings: restart the daemon with it (its other disks with \
+             door=ublk wait meanwhile), or start another daemon",
             disk_name(spec)
         ))
     }

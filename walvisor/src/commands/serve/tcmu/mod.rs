@@ -23,7 +23,7 @@ use crate::commands::socket_names::SocketNames;
 use crate::control_socket::{AddedDisk, RemovalError};
 use crate::disk_spec::{DiskCommand, DiskSpec};
 use crate::landlock::AllowedPaths;
-use crate::lio::{Backstore, Events, LioDisk, Target, TargetExport, Uio};
+use crate::lio::{Backstore, Events, LioDisk, LioTarget, TargetExport, Uio};
 
 /// The arguments of `walvisor serve tcmu`.
 #[derive(Args, Debug)]
@@ -65,7 +65,7 @@ pub(super) fn run(arguments: &TcmuArguments, started: Instant) -> Result<(), Com
 pub(super) struct TcmuDoor {
     /// Disks may be added later.
     grows: bool,
-    target: Option<Target>,
+    target: Option<LioTarget>,
     /// Disks that are in the target and not served yet, by name.
     unserved: HashMap<String, LioDisk>,
     disks: TargetDisks,
@@ -124,7 +124,7 @@ impl Door for TcmuDoor {
         _sockets: &mut Sockets,
         _names: &mut SocketNames,
     ) -> Result<(), CommandError> {
-        let mut target = Target::open().map_err(CommandError::failed)?;
+        let mut target = LioTarget::open().map_err(CommandError::failed)?;
         if self.grows {
             target.hand_over().map_err(CommandError::failed)?;
         }
@@ -222,7 +222,7 @@ impl Door for TcmuDoor {
 
 /// Allows the directories of configfs that a disk needs, while it is served and when it is taken
 /// down.
-fn allow_disk(paths: &mut AllowedPaths, target: &Target, disk: &LioDisk) {
+fn allow_disk(paths: &mut AllowedPaths, target: &LioTarget, disk: &LioDisk) {
     let directory = disk.store().directory();
     let hba = directory.parent().unwrap_or(directory);
     paths.configure(hba);
@@ -239,7 +239,7 @@ fn allow_disk(paths: &mut AllowedPaths, target: &Target, disk: &LioDisk) {
 
 /// Lists the back stores in the target.
 fn list(as_json: bool) -> Result<(), CommandError> {
-    let target = Target::open().map_err(CommandError::failed)?;
+    let target = LioTarget::open().map_err(CommandError::failed)?;
     let stores = Backstore::ours(&target);
     let rows = stores.iter().map(|store| {
         let exports = TargetExport::of(store);
@@ -293,7 +293,7 @@ fn remove(names: &[String], all: bool) -> Result<(), CommandError> {
                 .to_owned(),
         ));
     }
-    let target = Target::open().map_err(CommandError::failed)?;
+    let target = LioTarget::open().map_err(CommandError::failed)?;
     let ours = Backstore::ours(&target);
     let mut chosen = Vec::new();
     for name in names {

@@ -40,12 +40,12 @@ pub fn directory(parent: &Path) -> Result<TempDir, CommandError> {
 
 /// Two directories: one for images, on the measured medium, and one for sockets, whose paths must
 /// be short. Dropping it removes both.
-pub struct Place {
+pub struct BenchDirs {
     images: TempDir,
     sockets: TempDir,
 }
 
-impl Place {
+impl BenchDirs {
     /// Makes both, the one for images in `parent`.
     ///
     /// # Errors

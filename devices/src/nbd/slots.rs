@@ -1,9 +1,9 @@
 //! How many clients a listener has room for.
 //!
-//! A client in the handshake may be a stranger, so it takes none of the seats of clients that have
-//! chosen an export, which with TLS have shown who they are. Of the seats in the handshake an
-//! address has a few. One more client takes the seat of the oldest from its address; or, if all
-//! seats are taken, from the address that has most. So clients that say nothing keep nobody out,
+//! A client in the handshake may be a stranger, so it takes none of the slots of clients that have
+//! chosen an export, which with TLS have shown who they are. Of the slots in the handshake an
+//! address has a few. One more client takes the slot of the oldest from its address; or, if all
+//! slots are taken, from the address that has most. So clients that say nothing keep nobody out,
 //! from however many addresses they come.
 
 use std::collections::{BTreeMap, HashMap};
@@ -28,32 +28,32 @@ const CLIENT_BYTES: u64 = 192 << 10;
 /// Bytes of memory that TLS takes besides.
 const TLS_BYTES: u64 = 128 << 10;
 
-/// The seats of a listener.
+/// The slots of a listener.
 #[derive(Clone, Default)]
-pub(super) struct Seats {
-    taken: Arc<Mutex<Taken>>,
+pub(super) struct ClientSlots {
+    taken: Arc<Mutex<OccupiedSlots>>,
     tls: bool,
 }
 
 #[derive(Default)]
-struct Taken {
+struct OccupiedSlots {
     connections: usize,
-    /// The seats in the handshake by number, so the oldest first.
-    handshakes: BTreeMap<u64, Shaking>,
+    /// The slots in the handshake by number, so the oldest first.
+    handshakes: BTreeMap<u64, Handshake>,
     /// The number of the next one.
     next: u64,
 }
 
 /// A client in the handshake.
-struct Shaking {
+struct Handshake {
     /// `None`: it came by a Unix socket.
     address: Option<IpAddr>,
     /// Its socket too.
     socket: OwnedFd,
 }
 
-impl Taken {
-    /// Whose seat a client from this address gets, and why that client has to go; `None`: a free
+impl OccupiedSlots {
+    /// Whose slot a client from this address gets, and why that client has to go; `None`: a free
     /// one.
     fn in_the_way(&self, address: Option<IpAddr>) -> Option<(u64, String)> {
         let mut by_address = HashMap::new();
@@ -88,19 +88,19 @@ fn network(address: IpAddr) -> IpAddr {
     }
 }
 
-impl Seats {
-    /// The seats of a listener whose clients may use TLS, or not.
+impl ClientSlots {
+    /// The slots of a listener whose clients may use TLS, or not.
     pub(super) fn new(tls: bool) -> Self {
         let taken = Arc::default();
         Self { taken, tls }
     }
 
-    fn lock(&self) -> MutexGuard<'_, Taken> {
+    fn lock(&self) -> MutexGuard<'_, OccupiedSlots> {
         self.taken.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// A seat for the handshake of a client with this socket, which is at `address` unless it came
-    /// by a Unix socket. Another client may lose its seat, and is then disconnected.
+    /// A slot for the handshake of a client with this socket, which is at `address` unless it came
+    /// by a Unix socket. Another client may lose its slot, and is then disconnected.
     ///
     /// # Errors
     /// Why there is none.
@@ -108,7 +108,7 @@ impl Seats {
         &self,
         address: Option<IpAddr>,
         socket: impl AsFd,
-    ) -> Result<HandshakeSeat, String> {
+    ) -> Result<HandshakeSlot, String> {
         let address = address.map(network);
         let tls = if self.tls { TLS_BYTES } else { 0 };
         let memory = MemoryBudget::of_process().reserve(CLIENT_BYTES + tls);
@@ -127,54 +127,56 @@ impl Seats {
         }
         let number = taken.next;
         taken.next += 1;
-        taken.handshakes.insert(number, Shaking { address, socket });
-        Ok(HandshakeSeat {
-            seats: self.clone(),
+        taken
+            .handshakes
+            .insert(number, Handshake { address, socket });
+        Ok(HandshakeSlot {
+            slots: self.clone(),
             number,
             memory: Some(memory),
         })
     }
 }
 
-/// The seat of a client in the handshake.
-pub(super) struct HandshakeSeat {
-    seats: Seats,
+/// The slot of a client in the handshake.
+pub(super) struct HandshakeSlot {
+    slots: ClientSlots,
     number: u64,
     memory: Option<MemoryReservation>,
 }
 
-impl HandshakeSeat {
-    /// Changes it for the seat of a client that has chosen an export; `None`: all are taken.
-    pub(super) fn connection(mut self) -> Option<ConnectionSeat> {
-        let mut taken = self.seats.lock();
+impl HandshakeSlot {
+    /// Changes it for the slot of a client that has chosen an export; `None`: all are taken.
+    pub(super) fn connection(mut self) -> Option<ConnectionSlot> {
+        let mut taken = self.slots.lock();
         if taken.connections >= MAX_CONNECTIONS {
             return None;
         }
         // Nobody may disconnect it any more.
         taken.handshakes.remove(&self.number);
         taken.connections += 1;
-        Some(ConnectionSeat {
-            seats: self.seats.clone(),
+        Some(ConnectionSlot {
+            slots: self.slots.clone(),
             _memory: self.memory.take(),
         })
     }
 }
 
-impl Drop for HandshakeSeat {
+impl Drop for HandshakeSlot {
     fn drop(&mut self) {
-        self.seats.lock().handshakes.remove(&self.number);
+        self.slots.lock().handshakes.remove(&self.number);
     }
 }
 
-/// The seat of a client that has chosen an export.
-pub(super) struct ConnectionSeat {
-    seats: Seats,
+/// The slot of a client that has chosen an export.
+pub(super) struct ConnectionSlot {
+    slots: ClientSlots,
     _memory: Option<MemoryReservation>,
 }
 
-impl Drop for ConnectionSeat {
+impl Drop for ConnectionSlot {
     fn drop(&mut self) {
-        self.seats.lock().connections -= 1;
+        self.slots.lock().connections -= 1;
     }
 }
 
@@ -185,19 +187,19 @@ mod tests {
 
     use super::*;
 
-    /// A client in the handshake: its seat, and its end of the connection.
+    /// A client in the handshake: its slot, and its end of the connection.
     struct Client {
-        seat: HandshakeSeat,
+        slot: HandshakeSlot,
         socket: UnixStream,
         _ours: UnixStream,
     }
 
     impl Client {
-        fn of(seats: &Seats, address: Option<IpAddr>) -> Self {
+        fn of(slots: &ClientSlots, address: Option<IpAddr>) -> Self {
             let (socket, ours) = UnixStream::pair().unwrap();
             socket.set_nonblocking(true).unwrap();
             Self {
-                seat: seats.handshake(address, &ours).unwrap(),
+                slot: slots.handshake(address, &ours).unwrap(),
                 socket,
                 _ours: ours,
             }
@@ -219,53 +221,53 @@ mod tests {
 
     #[test]
     fn clients_in_the_handshake_take_no_seat_of_those_who_have_chosen() {
-        let seats = Seats::default();
+        let slots = ClientSlots::default();
         let served: Vec<_> = (0..MAX_CONNECTIONS)
-            .map(|_| Client::of(&seats, None).seat.connection().unwrap())
+            .map(|_| Client::of(&slots, None).slot.connection().unwrap())
             .collect();
-        assert!(seats.lock().handshakes.is_empty());
-        let one_more = Client::of(&seats, stranger(1, 1));
-        assert!(one_more.seat.connection().is_none(), "all are taken");
+        assert!(slots.lock().handshakes.is_empty());
+        let one_more = Client::of(&slots, stranger(1, 1));
+        assert!(one_more.slot.connection().is_none(), "all are taken");
         drop(served);
-        assert!(Client::of(&seats, None).seat.connection().is_some());
+        assert!(Client::of(&slots, None).slot.connection().is_some());
     }
 
     #[test]
     fn a_client_gets_the_seat_of_the_oldest_stranger_at_its_address() {
-        let seats = Seats::default();
+        let slots = ClientSlots::default();
         let strangers: Vec<_> = (0..16)
-            .map(|last| Client::of(&seats, stranger(1, last)))
+            .map(|last| Client::of(&slots, stranger(1, last)))
             .collect();
-        let other = Client::of(&seats, stranger(2, 0));
+        let other = Client::of(&slots, stranger(2, 0));
         assert_eq!(connected(&strangers), [true; 16]);
-        let client = Client::of(&seats, stranger(1, 99));
+        let client = Client::of(&slots, stranger(1, 99));
         let mut expected = [true; 16];
         expected[0] = false;
         assert_eq!(connected(&strangers), expected);
         assert!(client.is_connected() && other.is_connected());
-        // Who has lost its seat gives back none.
+        // Who has lost its slot gives back none.
         drop(strangers);
-        assert_eq!(seats.lock().handshakes.len(), 2);
-        assert!(client.seat.connection().is_some());
+        assert_eq!(slots.lock().handshakes.len(), 2);
+        assert!(client.slot.connection().is_some());
     }
 
     #[test]
     fn a_client_gets_a_seat_from_whoever_has_most() {
-        let seats = Seats::default();
-        let client = Client::of(&seats, stranger(99, 0));
-        // Eight addresses take all seats.
+        let slots = ClientSlots::default();
+        let client = Client::of(&slots, stranger(99, 0));
+        // Eight addresses take all slots.
         let mut strangers: Vec<_> = (0..MAX_HANDSHAKES as u16)
-            .map(|number| Client::of(&seats, stranger(number / 16, number)))
+            .map(|number| Client::of(&slots, stranger(number / 16, number)))
             .collect();
-        assert_eq!(seats.lock().handshakes.len(), MAX_HANDSHAKES);
+        assert_eq!(slots.lock().handshakes.len(), MAX_HANDSHAKES);
         // From thousands of addresses, each with one, the oldest goes.
         let newcomers: Vec<_> = (0..50)
-            .map(|number| Client::of(&seats, stranger(100 + number, 0)))
+            .map(|number| Client::of(&slots, stranger(100 + number, 0)))
             .collect();
         assert!(client.is_connected() && newcomers.iter().all(Client::is_connected));
         strangers.retain(Client::is_connected);
         assert_eq!(strangers.len(), MAX_HANDSHAKES - 51);
-        assert_eq!(seats.lock().handshakes.len(), MAX_HANDSHAKES);
-        assert!(client.seat.connection().is_some());
+        assert_eq!(slots.lock().handshakes.len(), MAX_HANDSHAKES);
+        assert!(client.slot.connection().is_some());
     }
 }

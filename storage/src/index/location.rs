@@ -6,7 +6,7 @@ use crate::sync::Arc;
 
 /// Where an extent's bytes are.
 #[derive(Clone, Debug)]
-pub(crate) enum Place {
+pub(crate) enum Location {
     /// In memory, not written to the log yet; the extent starts `offset` bytes into the payload.
     Memory {
         payload: SharedBuffer,
@@ -20,7 +20,7 @@ pub(crate) enum Place {
     Zero { unmap: bool, lsn: u64 },
 }
 
-impl Place {
+impl Location {
     /// The place `sectors` sectors further on.
     pub(crate) fn skip(&self, sectors: u64) -> Self {
         let bytes = sectors * crate::SECTOR_SIZE;
@@ -47,7 +47,7 @@ pub(crate) struct Piece {
     pub sector: u64,
     pub sectors: u64,
     /// `None`: not in this layer.
-    pub place: Option<Place>,
+    pub place: Option<Location>,
 }
 
 impl Piece {

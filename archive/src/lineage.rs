@@ -14,9 +14,9 @@ use walvisor_storage::LogRoot;
 
 use crate::epoch::Claim;
 use crate::error::{Error, ErrorKind, Result};
-use crate::layout::{self, Place};
+use crate::layout::{self, ObjectId};
 use crate::object::{self, BaseHeader, PartHeader};
-use crate::remote::{Archive, Listed};
+use crate::remote::{Archive, ListEntry};
 
 /// What an archive has: claims, and the numbers of parts and bases of each epoch.
 pub(crate) struct Catalog {
@@ -24,18 +24,18 @@ pub(crate) struct Catalog {
     /// The lowest and the highest numbers of parts that follow each other, by epoch, in order.
     parts: BTreeMap<u64, Vec<(u64, u64)>>,
     /// The parts in the store's list, with their sizes.
-    pub listed_parts: Vec<(Place, u64)>,
-    pub bases: Vec<Place>,
+    pub listed_parts: Vec<(ObjectId, u64)>,
+    pub bases: Vec<ObjectId>,
 }
 
 /// Parts that follow each other, in epochs that continue each other. Oldest first: an epoch, its
 /// first part, and its last one that counts.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(crate) struct Line(pub Vec<(u64, u64, u64)>);
+pub(crate) struct Lineage(pub Vec<(u64, u64, u64)>);
 
-impl Line {
+impl Lineage {
     /// Whether a part is on the line.
-    pub(crate) fn has(&self, place: Place) -> bool {
+    pub(crate) fn has(&self, place: ObjectId) -> bool {
         let mut spans = self.0.iter();
         spans.any(|&(epoch, first, last)| {
             epoch == place.epoch && (first..=last).contains(&place.number)
@@ -48,22 +48,22 @@ impl Line {
     }
 
     /// The parts, in order.
-    pub(crate) fn parts(&self) -> impl Iterator<Item = Place> {
+    pub(crate) fn parts(&self) -> impl Iterator<Item = ObjectId> {
         let spans = self.0.clone().into_iter();
         spans.flat_map(|(epoch, first, last)| {
-            (first..=last).map(move |number| Place { epoch, number })
+            (first..=last).map(move |number| ObjectId { epoch, number })
         })
     }
 
     /// The parts from this one on.
-    pub(crate) fn from(&self, place: Place) -> impl Iterator<Item = Place> {
+    pub(crate) fn from(&self, place: ObjectId) -> impl Iterator<Item = ObjectId> {
         self.parts().skip_while(move |at| *at != place)
     }
 
     /// The newest part.
-    pub(crate) fn end(&self) -> Option<Place> {
+    pub(crate) fn end(&self) -> Option<ObjectId> {
         let &(epoch, _, number) = self.0.last()?;
-        Some(Place { epoch, number })
+        Some(ObjectId { epoch, number })
     }
 
     /// The newest epoch that has a part of the line.
@@ -95,7 +95,7 @@ impl Catalog {
         }
         let mut listed_parts = Vec::new();
         let mut parts: BTreeMap<u64, Vec<(u64, u64)>> = BTreeMap::new();
-        for Listed { name, bytes, .. } in archive.list(layout::PARTS).await? {
+        for ListEntry { name, bytes, .. } in archive.list(layout::PARTS).await? {
             let Some(place) = place_of(&name) else {
                 continue;
             };
@@ -110,7 +110,7 @@ impl Catalog {
             // Here, too, the list may lack some.
             let mut listed = std::mem::take(runs).into_iter().peekable();
             while let Some((first, mut last)) = listed.next() {
-                let name = |number| layout::part(Place { epoch, number });
+                let name = |number| layout::part(ObjectId { epoch, number });
                 let next = listed.peek().map_or(u64::MAX, |next| next.0);
                 while last + 1 < next && archive.has(&name(last + 1)).await? {
                     last += 1;
@@ -155,7 +155,7 @@ impl Catalog {
 
     /// The line of the newest epoch, and those before it that it would continue if no part were
     /// missing, newest first. If they have no part yet, the newest line.
-    pub(crate) fn newest_lines(&self) -> Vec<Line> {
+    pub(crate) fn newest_lines(&self) -> Vec<Lineage> {
         let newest = self.newest().map_or(0, |newest| newest.epoch);
         let mut lines = self.lines_to(newest, &mut Vec::new());
         if lines.is_empty() {
@@ -166,7 +166,7 @@ impl Catalog {
     }
 
     /// The lines, newest first.
-    pub(crate) fn lines(&self) -> Vec<Line> {
+    pub(crate) fn lines(&self) -> Vec<Lineage> {
         let (mut lines, mut done) = (Vec::new(), Vec::new());
         for &epoch in self.claims.keys().rev() {
             if done.contains(&epoch) {
@@ -184,7 +184,7 @@ impl Catalog {
 
     /// The line that ends with this epoch, and those before it that it would continue if no part
     /// were missing, newest first. `done` gets all their epochs.
-    fn lines_to(&self, epoch: u64, done: &mut Vec<u64>) -> Vec<Line> {
+    fn lines_to(&self, epoch: u64, done: &mut Vec<u64>) -> Vec<Lineage> {
         let (mut lines, mut line) = (Vec::new(), Vec::new());
         let (mut at, mut most) = (Some(epoch), u64::MAX);
         // The part that the line follows.
@@ -199,9 +199,9 @@ impl Catalog {
                 if first > number {
                     continue;
                 }
-                if !line.is_empty() && follows != Some(Place { epoch, number }) {
+                if !line.is_empty() && follows != Some(ObjectId { epoch, number }) {
                     line.reverse();
-                    lines.push(Line(std::mem::take(&mut line)));
+                    lines.push(Lineage(std::mem::take(&mut line)));
                 }
                 line.push((epoch, first, number));
                 follows = after.filter(|_| first == 1);
@@ -212,7 +212,7 @@ impl Catalog {
             );
         }
         line.reverse();
-        lines.extend((!line.is_empty()).then_some(Line(line)));
+        lines.extend((!line.is_empty()).then_some(Lineage(line)));
         lines
     }
 }
@@ -227,29 +227,29 @@ pub(crate) fn no_archive(archive: &Archive) -> Error {
 }
 
 /// The epoch and the number in a name.
-fn place_of(name: &str) -> Option<Place> {
+fn place_of(name: &str) -> Option<ObjectId> {
     let (folder, _) = name.rsplit_once('/')?;
-    Some(Place {
+    Some(ObjectId {
         epoch: layout::number(folder)?,
         number: layout::number(name)?,
     })
 }
 
 /// Reads a part.
-pub(crate) async fn read_part(archive: &Archive, at: Place) -> Result<(PartHeader, Vec<u8>)> {
+pub(crate) async fn read_part(archive: &Archive, at: ObjectId) -> Result<(PartHeader, Vec<u8>)> {
     open_part(at, &archive.need(&layout::part(at)).await?)
 }
 
 /// Reads a part that may not be there yet.
 pub(crate) async fn find_part(
     archive: &Archive,
-    at: Place,
+    at: ObjectId,
 ) -> Result<Option<(PartHeader, Vec<u8>)>> {
     let found = archive.get(&layout::part(at)).await?;
     found.map(|object| open_part(at, &object)).transpose()
 }
 
-fn open_part(at: Place, object: &[u8]) -> Result<(PartHeader, Vec<u8>)> {
+fn open_part(at: ObjectId, object: &[u8]) -> Result<(PartHeader, Vec<u8>)> {
     let name = layout::part(at);
     let (header, body) = object::open::<PartHeader>(&name, object)?;
     let pieces: u64 = header.pieces.iter().map(|piece| piece.len).sum();
@@ -260,14 +260,14 @@ fn open_part(at: Place, object: &[u8]) -> Result<(PartHeader, Vec<u8>)> {
 }
 
 /// Reads the root in a part.
-pub(crate) async fn read_root(archive: &Archive, at: Place) -> Result<LogRoot> {
+pub(crate) async fn read_root(archive: &Archive, at: ObjectId) -> Result<LogRoot> {
     let (header, body) = read_part(archive, at).await?;
     let root = LogRoot::decode(&body[..header.root_len as usize]);
     root.map_err(|error| Error::damaged(&layout::part(at), error))
 }
 
 /// Reads the manifest of base images.
-pub(crate) async fn read_base(archive: &Archive, at: Place) -> Result<(BaseHeader, Vec<u8>)> {
+pub(crate) async fn read_base(archive: &Archive, at: ObjectId) -> Result<(BaseHeader, Vec<u8>)> {
     let name = layout::base(at);
     let (header, root) = object::open::<BaseHeader>(&name, &archive.need(&name).await?)?;
     if header.at != at || header.chunk_bytes == 0 {
@@ -284,7 +284,7 @@ mod tests {
     use super::*;
 
     fn catalog(claims: &[(u64, Option<(u64, u64)>)], parts: &[(u64, u64, u64)]) -> Catalog {
-        let place = |(epoch, number)| Place { epoch, number };
+        let place = |(epoch, number)| ObjectId { epoch, number };
         let claim = |&(epoch, after): &(u64, Option<(u64, u64)>)| Claim {
             epoch,
             writer: String::new(),
@@ -315,9 +315,12 @@ mod tests {
         let lines = catalog.lines();
         assert_eq!(
             lines,
-            [Line(vec![(3, 1, 2)]), Line(vec![(1, 1, 5), (2, 1, 3)])]
+            [
+                Lineage(vec![(3, 1, 2)]),
+                Lineage(vec![(1, 1, 5), (2, 1, 3)])
+            ]
         );
-        let place = |epoch, number| Place { epoch, number };
+        let place = |epoch, number| ObjectId { epoch, number };
         assert!(lines[1].has(place(1, 5)) && !lines[1].has(place(1, 6)));
         let parts: Vec<_> = lines[1].from(place(1, 4)).collect();
         assert_eq!(
@@ -341,9 +344,9 @@ mod tests {
             &[(1, 2, 3), (1, 6, 10), (2, 2, 4), (3, 1, 1)],
         );
         let wanted = [
-            Line(vec![(2, 2, 4), (3, 1, 1)]),
-            Line(vec![(1, 6, 9)]),
-            Line(vec![(1, 2, 3)]),
+            Lineage(vec![(2, 2, 4), (3, 1, 1)]),
+            Lineage(vec![(1, 6, 9)]),
+            Lineage(vec![(1, 2, 3)]),
         ];
         assert_eq!(catalog.lines(), wanted);
     }
@@ -357,7 +360,7 @@ mod tests {
         );
         assert_eq!(
             catalog.lines(),
-            [Line(vec![(2, 1, 2)]), Line(vec![(1, 1, 1)])]
+            [Lineage(vec![(2, 1, 2)]), Lineage(vec![(1, 1, 1)])]
         );
     }
 }
