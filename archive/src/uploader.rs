@@ -326,8 +326,11 @@ impl<'a> Uploader<'a> {
         if !caught_up {
             return last;
         }
+        // One in use has a record; if the root tells of it, but the records before were not there
+        // yet when the log was read, it is not kept.
+        let next = |kept, rewind| if rewind == kept + 1 { rewind } else { kept };
         let rewinds = root.rewinds().into_iter();
-        rewinds.fold(last.max(root.checkpoint_lsn()), u64::max)
+        rewinds.fold(last.max(root.checkpoint_lsn()), next)
     }
 
     fn refuse_other_log(&self, root: &LogRoot) -> Result<()> {

@@ -98,7 +98,7 @@ pub use {
     history::rewind_plan::RewindReport,
     history::scratch::scratch_file,
     log::commit::Commit,
-    log::replica::{ReplicaCall, SyncReplica},
+    log::replica::{LogReplica, ReplicaCall, ReplicaOptions},
     log::sharing::{SyncPartner, SyncSharing},
     medium::engine::EngineKind,
     medium::io_ring::prepare_rings,

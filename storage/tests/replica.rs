@@ -1,4 +1,4 @@
-//! FLUSHes that wait for a replica.
+//! FLUSHes that wait for a replica, and writes that wait because it lacks too much.
 
 mod support;
 
@@ -8,21 +8,53 @@ use std::time::Duration;
 use support::{TestDisk, fill, flush, read, run, small, wait, write};
 use walvisor_storage::{
     Backend, BackendQueue, CacheMode, Completion, DiskOptions, EngineKind, ErrorKind, Failure,
-    Operation, Port, ReplicaCall, Store, StoreOptions, SyncReplica, create_disk,
+    FollowStep, LogFollower, LogReplica, LogRoot, MarkText, Operation, Port, ReplicaCall,
+    ReplicaOptions, Retention, Store, StoreOptions, create_disk,
 };
 
 /// How long to wait for what must come.
 const LIMIT: Duration = Duration::from_secs(60);
 
 /// Makes the FLUSHes of a log wait. The receiver gets each call.
-fn replicate(store: &Store) -> (SyncReplica, Receiver<ReplicaCall>) {
+fn replicate(store: &Store) -> (LogReplica, Receiver<ReplicaCall>) {
     let (sender, calls) = channel();
     let owner = move |call| sender.send(call).unwrap();
-    (store.disks()[0].replicate(owner).unwrap(), calls)
+    let options = ReplicaOptions {
+        sync: true,
+        limit: None,
+    };
+    (store.disks()[0].replicate(options, owner).unwrap(), calls)
+}
+
+const MIB: u64 = 1 << 20;
+
+/// A disk whose log has segments of 1 MiB, and a replica that may lack `most` bytes.
+fn limited(place: &TestDisk, retain: Retention, most: u64) -> (Store, LogReplica) {
+    let options = StoreOptions {
+        retain: Some(retain),
+        ..small(EngineKind::Auto)
+    };
+    let disks = [DiskOptions::new(&place.disk)];
+    let store = Store::open(&place.log(), &disks, &options).unwrap();
+    let replica = store.disks()[0].replicate(limit(most), |_| ()).unwrap();
+    (store, replica)
+}
+
+fn limit(bytes: u64) -> ReplicaOptions {
+    ReplicaOptions {
+        sync: false,
+        limit: Some(bytes),
+    }
+}
+
+/// Writes 64 KiB, without waiting for it.
+fn submit_write(port: &mut Port, number: u64) {
+    let (sector, data) = (number % 64 * 128, fill(number as u8, 128));
+    submit(port, Operation::Write { sector, data });
 }
 
 /// Waits until so many requests wait for the replica.
-fn until_waiting(replica: &SyncReplica, calls: &Receiver<ReplicaCall>, count: usize) {
+fn until_waiting(replica: &LogReplica, calls: &Receiver<ReplicaCall>, count: usize) {
     while replica.waiting() < count {
         let call = calls.recv_timeout(LIMIT).expect("requests wait");
         assert_eq!(call, ReplicaCall::Waits);
@@ -171,7 +203,7 @@ fn a_disk_that_comes_back_waits_for_what_it_wrote_before() {
     submit(&mut port, Operation::Flush);
     until_waiting(&replica, &calls, 1);
     let awaited = replica.awaited().unwrap();
-    replica.fail_waiting();
+    replica.end_waits();
     ended(&mut port, Err(Failure::Io));
     drop(port);
     store.remove_disk(&other).unwrap();
@@ -189,7 +221,7 @@ fn the_log_goes_on_while_flushes_wait_for_the_replica() {
     let place = TestDisk::new();
     let store = place.open();
     let (replica, calls) = replicate(&store);
-    let again = store.disks()[0].replicate(|_| ());
+    let again = store.disks()[0].replicate(ReplicaOptions::default(), |_| ());
     let again = again.err().expect("one replica");
     assert_eq!(again.kind(), ErrorKind::AlreadyExists);
     let mut port = store.disks()[0].open_port().unwrap();
@@ -213,5 +245,154 @@ fn the_log_goes_on_while_flushes_wait_for_the_replica() {
     drop(port);
     assert_eq!(replica.waiting(), 0);
     drop(other);
+    store.close().unwrap();
+}
+
+/// How many writes end before one waits.
+fn write_until_one_waits(port: &mut Port, replica: &LogReplica, written: &mut u64) -> u64 {
+    for count in 0.. {
+        if replica.holds_back() {
+            submit_write(port, *written);
+            assert!(completions(port).is_empty());
+            return count;
+        }
+        submit_write(port, *written);
+        ended(port, Ok(()));
+        flush(port);
+        *written += 1;
+    }
+    unreachable!("the limit is reached");
+}
+
+#[test]
+fn writes_wait_while_the_replica_lacks_its_limit() {
+    let place = TestDisk::new();
+    let (store, replica) = limited(&place, Retention::Bytes(3 * MIB), 2 * MIB);
+    assert_eq!(replica.backlog_bytes(), Some(0));
+    let disk = &store.disks()[0];
+    let (mut port, mut other) = (disk.open_port().unwrap(), disk.open_port().unwrap());
+    let mut written = 0;
+    let count = write_until_one_waits(&mut port, &replica, &mut written);
+    // Each batch has a header of 4 KiB at least.
+    assert!((20..=32).contains(&count), "{count} writes of 64 KiB");
+    let lacks = replica.backlog_bytes().unwrap();
+    assert!((2 * MIB..3 * MIB).contains(&lacks), "{lacks} bytes");
+    // FLUSHes don't wait, nor do reads.
+    flush(&mut other);
+    assert_eq!(read(&mut other, 0, 8)[0], 0);
+    // Each write is a record.
+    let newest = written;
+    replica.acknowledge(newest);
+    ended(&mut port, Ok(()));
+    written += 1;
+    assert!(!replica.holds_back());
+    let again = write_until_one_waits(&mut port, &replica, &mut written);
+    assert!((20..=32).contains(&again), "{again} writes of 64 KiB");
+    // Somebody waits for the requests to end.
+    replica.end_waits();
+    ended(&mut port, Err(Failure::Io));
+    submit_write(&mut port, 0);
+    ended(&mut port, Err(Failure::Io));
+    disk.mark(&"monday".parse::<MarkText>().unwrap()).unwrap();
+    replica.wait_again();
+    submit_write(&mut port, 0);
+    assert!(completions(&mut port).is_empty());
+    replica.lose();
+    ended(&mut port, Ok(()));
+    (0..40).for_each(|number| write(&mut port, number * 128, 1, 128));
+    drop((port, other));
+    store.close().unwrap();
+}
+
+/// Whoever reads the log from outside finds every record, however often the ring goes round, and
+/// however little the log keeps by itself.
+#[test]
+fn nothing_is_overwritten_that_the_replica_lacks() {
+    let soon = Duration::from_millis(1);
+    for retain in [
+        Retention::Bytes(MIB),
+        Retention::Bytes(3 * MIB),
+        Retention::Time(soon),
+        Retention::All,
+    ] {
+        let place = TestDisk::new();
+        // The smaller logs have room for less than the limit.
+        let (store, replica) = limited(&place, retain, 3 * MIB);
+        let disk = &store.disks()[0];
+        let root = LogRoot::read(&place.log()).unwrap();
+        let mut follower = LogFollower::new(&place.log(), &root);
+        let mut port = disk.open_port().unwrap();
+        let (mut written, mut next) = (0, 1);
+        for _ in 0..20 {
+            write_until_one_waits(&mut port, &replica, &mut written);
+            // Nobody may give it up.
+            let error = disk.checkpoint().unwrap_err();
+            assert!(error.to_string().contains("its archive lacks"), "{error}");
+            loop {
+                match follower.step(1 << 20).unwrap() {
+                    FollowStep::Piece(piece) => {
+                        assert_eq!(piece.first.lsn, next, "{retain}");
+                        next = piece.last.lsn + 1;
+                    }
+                    FollowStep::CaughtUp => break,
+                    step => panic!("{retain}: {step:?}"),
+                }
+            }
+            replica.acknowledge(next - 1);
+            ended(&mut port, Ok(()));
+            written += 1;
+        }
+        assert!(written * 64 * 1024 > 12 * MIB, "the ring goes round");
+        drop(port);
+        store.close().unwrap();
+    }
+}
+
+#[test]
+fn a_limit_needs_a_log_that_keeps_history() {
+    let place = TestDisk::new();
+    let (store, replica) = limited(&place, Retention::All, 2 * MIB);
+    let disk = &store.disks()[0];
+    disk.set_retain(Retention::Bytes(4 * MIB)).unwrap();
+    let error = disk.set_retain(Retention::Nothing).unwrap_err();
+    assert_eq!(error.kind(), ErrorKind::InvalidInput);
+    assert!(error.to_string().contains("set retain=1h"), "{error}");
+    assert_eq!(disk.retain(), Retention::Bytes(4 * MIB));
+    replica.lose();
+    drop(replica);
+    store.close().unwrap();
+
+    let place = TestDisk::new();
+    let store = place.open();
+    let refused = |bytes| {
+        let replica = store.disks()[0].replicate(limit(bytes), |_| ());
+        replica.err().map(|error| error.to_string())
+    };
+    assert!(refused(MIB).unwrap().contains("set retain=1h"));
+    assert!(refused(MIB - 1).unwrap().contains("at least 1M"));
+}
+
+/// What an earlier process wrote may not be in the replica.
+#[test]
+fn what_is_in_the_log_counts_until_it_is_acknowledged() {
+    let place = TestDisk::new();
+    let (store, replica) = limited(&place, Retention::Bytes(3 * MIB), 2 * MIB);
+    let mut port = store.disks()[0].open_port().unwrap();
+    replica.lose();
+    (0..64).for_each(|number| write(&mut port, number * 128, 1, 128));
+    flush(&mut port);
+    let newest = 64;
+    drop((port, replica));
+    store.close().unwrap();
+    let (store, replica) = limited(&place, Retention::Bytes(3 * MIB), 2 * MIB);
+    let mut port = store.disks()[0].open_port().unwrap();
+    assert!(replica.backlog_bytes() >= Some(3 * MIB));
+    submit_write(&mut port, 0);
+    assert!(completions(&mut port).is_empty());
+    replica.acknowledge(newest - 1);
+    assert!(completions(&mut port).is_empty());
+    replica.acknowledge(newest);
+    ended(&mut port, Ok(()));
+    drop(port);
     store.close().unwrap();
 }

@@ -6,8 +6,9 @@
 //!        ▲                                                                │
 //!        └───────────── a file in memory: how far the archive is ◀────────┘
 //! ```
-//! With `archive-sync=on`, FLUSHes wait for the push. A byte through the pipe tells it that one
-//! does; on its standard output it tells the LSN up to which the archive has everything, in 8 bytes.
+//! On its standard output the push tells the LSN up to which the archive has everything, in 8 bytes.
+//! With `archive-sync=on`, FLUSHes wait for that, and a byte through the pipe tells the push that
+//! one does. With `archive-limit=SIZE`, writes wait while the archive lacks so much.
 //!
 //! A push outlives a kill of this process until it has sent what the log got before.
 
@@ -26,7 +27,7 @@ use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, eventfd, poll};
 use rustix::fs::{MemfdFlags, OFlags, fcntl_setfl, memfd_create};
 use rustix::io::{Errno, FdFlags, fcntl_setfd};
 use serde::{Deserialize, Serialize};
-use walvisor_storage::{Disk, ReplicaCall, SyncReplica};
+use walvisor_storage::{Disk, LogReplica, ReplicaCall, ReplicaOptions};
 use walvisor_vmm::seccomp::Seccomp;
 
 use crate::landlock::Landlock;
@@ -34,8 +35,10 @@ use crate::point::unix_us;
 
 /// How long a push may go on once the logs are closed.
 pub const LAST_PUSH: Duration = Duration::from_secs(10);
-/// How long FLUSHes may still wait for an archive once somebody waits for them to end.
+/// How long requests may still wait for an archive once somebody waits for them to end.
 const LAST_WAIT: Duration = Duration::from_secs(5);
+/// How long they fail then, before others may wait again.
+const REFUSAL: Duration = Duration::from_secs(1);
 /// Most bytes of a [`PushProgress`] as JSON.
 const PROGRESS_BYTES: usize = 4096;
 
@@ -48,8 +51,8 @@ pub struct LogToArchive {
     pub url: String,
     /// How often to send what is new; `None`: as often as a push does by itself.
     pub interval: Option<Duration>,
-    /// A FLUSH completes only once the archive has its records too.
-    pub sync: bool,
+    /// What waits for the archive.
+    pub waits: ReplicaOptions,
 }
 
 /// How far a push has come.
@@ -120,7 +123,11 @@ pub struct PushState {
     /// Everything that was durable so long ago is in the archive. If it has never caught up: the
     /// time since its start.
     pub lag: Duration,
-    /// How many requests wait for the archive; `None`: they never do.
+    /// How many bytes of log the archive lacks; `None`: the log is closed.
+    pub lag_bytes: Option<u64>,
+    /// Whether writes wait for the archive; `None`: they never do.
+    pub holds_back: Option<bool>,
+    /// How many FLUSHes wait for the archive; `None`: they never do.
     pub waiting: Option<u64>,
 }
 
@@ -132,8 +139,8 @@ struct Push {
     /// Its standard input.
     input: Arc<Mutex<Option<ChildStdin>>>,
     progress: File,
-    /// The log's side, if FLUSHes wait for it.
-    replica: OnceLock<Arc<SyncReplica>>,
+    /// The log's side, once the log is open.
+    replica: OnceLock<Arc<LogReplica>>,
 }
 
 impl Push {
@@ -146,13 +153,19 @@ impl Push {
         let progress = File::from(memfd_create("archive-progress", MemfdFlags::empty())?);
         let mut command = Command::new(std::env::current_exe()?);
         command
-            .args(["archive", "push", "--follow", "--until-eof"])
+            .args([
+                "archive",
+                "push",
+                "--follow",
+                "--until-eof",
+                "--acknowledge",
+            ])
             .arg(format!("--progress-fd={}", progress.as_raw_fd()));
         if let Some(interval) = target.interval {
             command.arg(format!("--interval={}us", interval.as_micros()));
         }
-        if target.sync {
-            command.arg("--acknowledge");
+        if target.waits.sync {
+            command.arg("--sync");
         }
         for directory in more {
             command.arg("--images-in").arg(directory);
@@ -185,13 +198,13 @@ impl Push {
         })
     }
 
-    /// Makes the log's FLUSHes wait for this push.
+    /// Tells the log of this push, which requests may wait for.
     fn replicate(&self, disk: &Disk) -> Result<(), String> {
         let input = Arc::clone(&self.input);
         let flags = EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK;
         let drains = Arc::new(eventfd(0, flags).map_err(|error| error.to_string())?);
         let drained = Arc::clone(&drains);
-        let replica = disk.replicate(move |call| match call {
+        let replica = disk.replicate(self.target.waits, move |call| match call {
             ReplicaCall::Waits => wake(&input),
             // Only a full counter refuses it, which tells the same.
             ReplicaCall::Drains => drop(rustix::io::write(&drains, &1_u64.to_ne_bytes())),
@@ -214,7 +227,7 @@ impl Push {
 
     /// Waits until its process has ended, not longer than this; returns whether it has.
     fn has_ended(&self, limit: Duration) -> bool {
-        // It writes nothing there.
+        // The other end is open until then.
         let Some(output) = &self.child.stdout else {
             return true;
         };
@@ -227,12 +240,19 @@ impl Push {
         let progress = PushProgress::read(&self.progress).unwrap_or_default();
         let now = unix_us(SystemTime::now());
         let since = progress.caught_up_us.max(unix_us(self.started));
+        let replica = self.replica.get().map(|replica| &**replica);
         PushState {
             log: self.target.log.display().to_string(),
             url: self.target.url.clone(),
             running: !self.has_ended(Duration::ZERO),
             lag: Duration::from_micros(now.saturating_sub(since)),
-            waiting: self.replica.get().map(|replica| replica.waiting() as u64),
+            lag_bytes: replica.and_then(LogReplica::backlog_bytes),
+            holds_back: replica
+                .filter(|_| self.target.waits.limit.is_some())
+                .map(LogReplica::holds_back),
+            waiting: replica
+                .filter(|_| self.target.waits.sync)
+                .map(|replica| replica.waiting() as u64),
             progress,
         }
     }
@@ -251,20 +271,26 @@ fn wake(input: &Mutex<Option<ChildStdin>>) {
     }
 }
 
-/// Completes FLUSHes as the archive gets their records, until the push ends. Fails those that still
-/// wait [`LAST_WAIT`] after the event `drains`.
-fn acknowledge(replica: &SyncReplica, (mut output, drains): (File, Arc<OwnedFd>), log: &str) {
-    let (mut bytes, mut until) = ([0; 512], None::<Instant>);
+/// Completes requests as the archive gets what they wait for, until the push ends. Those that still
+/// wait [`LAST_WAIT`] after the event `drains` fail.
+fn acknowledge(replica: &LogReplica, (mut output, drains): (File, Arc<OwnedFd>), log: &str) {
+    let (mut bytes, mut until, mut refuses) = ([0; 512], None::<Instant>, false);
     loop {
         let limit = until.map(|until| until.saturating_duration_since(Instant::now()));
         if limit == Some(Duration::ZERO) {
-            if replica.waiting() > 0 {
-                tracing::error!(
-                    "log {log}: FLUSHes fail, because the archive does not get their writes"
-                );
-            }
-            replica.fail_waiting();
             until = None;
+            if refuses {
+                replica.wait_again();
+            }
+            refuses = !refuses && (replica.waiting() > 0 || replica.holds_back());
+            if refuses {
+                tracing::error!(
+                    "log {log}: requests that wait for its archive fail, because somebody waits for \
+                     them to end"
+                );
+                replica.end_waits();
+                until = Some(Instant::now() + REFUSAL);
+            }
             continue;
         }
         let limit = limit.and_then(|limit| Timespec::try_from(limit).ok());
@@ -279,6 +305,9 @@ fn acknowledge(replica: &SyncReplica, (mut output, drains): (File, Arc<OwnedFd>)
         let (told, waits) = (!fds[0].revents().is_empty(), !fds[1].revents().is_empty());
         if waits {
             let _ = rustix::io::read(&drains, &mut [0; 8]);
+            if std::mem::take(&mut refuses) {
+                replica.wait_again();
+            }
             until = Some(Instant::now() + LAST_WAIT);
         }
         if told {
@@ -300,6 +329,12 @@ fn acknowledge(replica: &SyncReplica, (mut output, drains): (File, Arc<OwnedFd>)
         tracing::error!(
             "log {log}: FLUSHes fail, because its archive push has ended; find out why, and start \
              this process again"
+        );
+    }
+    if replica.holds_back() {
+        tracing::error!(
+            "log {log}: writes go on although its archive lacks too much, because its push has ended; \
+             find out why, and start this process again"
         );
     }
     replica.lose();
@@ -336,23 +371,22 @@ impl Pushes {
             .map(Self)
     }
 
-    /// The directories of the logs whose FLUSHes wait for their archives.
-    pub fn synchronous(&self) -> impl Iterator<Item = &Path> {
-        let synchronous = self.0.iter().filter(|push| push.target.sync);
-        synchronous.map(|push| push.target.log.as_path())
+    /// The directories of the logs whose requests wait for their archives.
+    pub fn awaited(&self) -> impl Iterator<Item = &Path> {
+        let waits = |push: &&Push| push.target.waits != ReplicaOptions::default();
+        let awaited = self.0.iter().filter(waits);
+        awaited.map(|push| push.target.log.as_path())
     }
 
     /// The logs are open. `disk_of` gives a disk of a log.
     ///
     /// # Errors
-    /// One line: FLUSHes can't wait for a push.
+    /// One line: requests can't wait for a push.
     pub fn begin<'a>(&self, disk_of: impl Fn(&Path) -> Option<&'a Disk>) -> Result<(), String> {
         for push in &self.0 {
-            if push.target.sync {
-                let log = push.target.log.display();
-                let disk = disk_of(&push.target.log);
-                push.replicate(disk.ok_or_else(|| format!("{log}: the log is not open"))?)?;
-            }
+            let log = push.target.log.display();
+            let disk = disk_of(&push.target.log);
+            push.replicate(disk.ok_or_else(|| format!("{log}: the log is not open"))?)?;
             wake(&push.input);
         }
         Ok(())

@@ -14,8 +14,8 @@ use walvisor_devices::backend::ram::RamDisk;
 use walvisor_devices::backend::{Backend, MemoryBudget, MemoryReservation, SECTOR_SIZE};
 use walvisor_devices::block::BlockConfig;
 use walvisor_storage::{
-    CommitWait, Disk, DiskOptions, Image, Look, Point, RawCache, RawDisk, Retention, Store,
-    StoreOptions, has_log, scratch_file,
+    CommitWait, Disk, DiskOptions, Image, Look, Point, RawCache, RawDisk, ReplicaOptions,
+    Retention, Store, StoreOptions, has_log, scratch_file,
 };
 use walvisor_vmm::disk::{DeviceKind, OpenDisk};
 
@@ -34,9 +34,9 @@ pub const DEFAULT_CLOSE_TIME: Duration = Duration::from_secs(10);
 #[derive(Default)]
 pub struct OpenLogs {
     logs: Vec<OpenLog>,
-    /// The directories of logs whose FLUSHes wait for their archives, with links resolved. If one
+    /// The directories of logs whose requests wait for their archives, with links resolved. If one
     /// is closed and opened again, they would not.
-    synchronous: Vec<PathBuf>,
+    awaits_archive: Vec<PathBuf>,
 }
 
 /// A log, which has at least one disk.
@@ -72,11 +72,14 @@ impl OpenLogs {
 
     /// Each log on its own, with its directory.
     pub fn split(self) -> impl Iterator<Item = (PathBuf, Self)> {
-        let (logs, synchronous) = (self.logs.into_iter(), self.synchronous);
+        let (logs, awaits_archive) = (self.logs.into_iter(), self.awaits_archive);
         logs.map(move |log| {
-            let synchronous = synchronous.clone();
-            let logs = vec![log];
-            (logs[0].directory.clone(), Self { logs, synchronous })
+            let directory = log.directory.clone();
+            let one = Self {
+                logs: vec![log],
+                awaits_archive: awaits_archive.clone(),
+            };
+            (directory, one)
         })
     }
 
@@ -97,9 +100,9 @@ impl OpenLogs {
         Some(real_path(&directory))
     }
 
-    /// Notes that the FLUSHes of the log in this directory wait for its archive.
-    pub fn note_synchronous(&mut self, directory: &Path) {
-        self.synchronous.push(real_path(directory));
+    /// Notes that requests to the log in this directory wait for its archive.
+    pub fn note_awaits_archive(&mut self, directory: &Path) {
+        self.awaits_archive.push(real_path(directory));
     }
 
     /// A disk of the log in this directory.
@@ -134,7 +137,7 @@ impl OpenLogs {
                 ));
             }
             let directory = Self::directory_of(spec);
-            if directory.is_some_and(|directory| self.synchronous.contains(&directory)) {
+            if directory.is_some_and(|directory| self.awaits_archive.contains(&directory)) {
                 return Err(format!(
                     "disk '{}': its log was closed when its last disk was removed, and can wait \
                      for its archive only from the start on: start this process again with the \
@@ -390,7 +393,7 @@ pub fn disk_name(spec: &DiskSpec) -> String {
 }
 
 /// The keys of a disk that set options of its log.
-pub(crate) const LOG_KEYS: [&str; 10] = [
+pub(crate) const LOG_KEYS: [&str; 11] = [
     "commit-wait-usec",
     "commit-wait-count",
     "close-seconds",
@@ -401,6 +404,7 @@ pub(crate) const LOG_KEYS: [&str; 10] = [
     "archive",
     "archive-interval",
     "archive-sync",
+    "archive-limit",
 ];
 
 /// A key of this disk that sets an option of its log.
@@ -416,6 +420,7 @@ fn log_key(spec: &DiskSpec) -> Option<&'static str> {
         spec.archive.is_some(),
         spec.archive_interval.is_some(),
         spec.archive_sync,
+        spec.archive_limit.is_some(),
     ];
     let found = LOG_KEYS.into_iter().zip(given).find(|(_, given)| *given);
     found.map(|(key, _)| key)
@@ -567,7 +572,7 @@ pub fn check(specs: &[DiskSpec]) -> Result<(), String> {
             )
         })?;
         let unsafe_sync = |spec: &&DiskSpec| spec.cache == DiskCache::Unsafe;
-        let synchronous = archive.as_ref().is_some_and(|archive| archive.sync);
+        let synchronous = archive.as_ref().is_some_and(|archive| archive.waits.sync);
         let mut of_log = members.iter().map(|member| &specs[*member]);
         if let Some(spec) = of_log.find(unsafe_sync).filter(|_| synchronous) {
             return Err(format!(
@@ -578,10 +583,16 @@ pub fn check(specs: &[DiskSpec]) -> Result<(), String> {
             ));
         }
         let mut with = members.iter().map(|member| &specs[*member]);
-        let depends = with.find_map(|spec| match (spec.archive_interval, spec.archive_sync) {
-            (Some(_), _) => Some("archive-interval"),
-            (None, true) => Some("archive-sync"),
-            (None, false) => None,
+        let depends = with.find_map(|spec| {
+            let given = [
+                (spec.archive_interval.is_some(), "archive-interval"),
+                (spec.archive_sync, "archive-sync"),
+                (spec.archive_limit.is_some(), "archive-limit"),
+            ];
+            given
+                .into_iter()
+                .find(|(given, _)| *given)
+                .map(|(_, key)| key)
         });
         if let Some(archive) = archive {
             let url = archive.url.parse::<ArchiveUrl>();
@@ -629,11 +640,16 @@ fn archive_of(
     let url = common_value(specs().filter_map(|spec| spec.archive.as_ref())).ok_or("archive")?;
     let intervals = specs().filter_map(|spec| spec.archive_interval);
     let interval = common_value(intervals).ok_or("archive-interval")?;
+    let limits = specs().filter_map(|spec| spec.archive_limit);
+    let limit = common_value(limits).ok_or("archive-limit")?;
     Ok(url.map(|url| LogToArchive {
         log: log.to_path_buf(),
         url: url.clone(),
         interval,
-        sync: specs().any(|spec| spec.archive_sync),
+        waits: ReplicaOptions {
+            sync: specs().any(|spec| spec.archive_sync),
+            limit,
+        },
     }))
 }
 
@@ -899,6 +915,7 @@ mod tests {
             "path=a,log=l",
             "path=b,log=l,archive=s3://bucket/b,archive-interval=5s",
             "path=d,log=l,archive-sync=on",
+            "path=c,log=l,archive-limit=1G",
             "path=e",
         ]);
         check(&some).unwrap();
@@ -906,7 +923,10 @@ mod tests {
             log: "l".into(),
             url: "s3://bucket/b".to_owned(),
             interval: Some(Duration::from_secs(5)),
-            sync: true,
+            waits: ReplicaOptions {
+                sync: true,
+                limit: Some(1 << 30),
+            },
         };
         assert_eq!(logs_to_archive(&some), [target]);
         for (text, part) in [
@@ -925,6 +945,10 @@ mod tests {
             (
                 "path=a,archive-sync=on",
                 "archive-sync= needs an archive: give archive=URL too",
+            ),
+            (
+                "path=a,archive-limit=1G",
+                "archive-limit= needs an archive: give archive=URL too",
             ),
             (
                 "path=a,readonly=on,archive=file:///c",

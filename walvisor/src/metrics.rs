@@ -254,7 +254,7 @@ fn archives(text: &mut Text, pushes: &[PushState]) {
         return;
     }
     type Getter = fn(&PushState) -> Option<f64>;
-    let metrics: [(&str, &str, &str, Getter); 7] = [
+    let metrics: [(&str, &str, &str, Getter); 9] = [
         (
             "up",
             "gauge",
@@ -267,6 +267,18 @@ fn archives(text: &mut Text, pushes: &[PushState]) {
             "The archive has everything that was durable this long ago; since the push began, if \
              it has never caught up.",
             |push| Some(push.lag.as_secs_f64()),
+        ),
+        (
+            "lag_bytes",
+            "gauge",
+            "Bytes of log, headers included, that the archive lacks.",
+            |push| push.lag_bytes.map(|bytes| bytes as f64),
+        ),
+        (
+            "writes_wait",
+            "gauge",
+            "1 while writes wait because the archive lacks archive-limit=SIZE, else 0.",
+            |push| push.holds_back.map(|waits| f64::from(u8::from(waits))),
         ),
         (
             "lsn",
@@ -663,6 +675,8 @@ mod tests {
                 running: true,
                 progress: PushProgress::default(),
                 lag: Duration::from_millis(1500),
+                lag_bytes: Some(4096),
+                holds_back: Some(true),
                 waiting: Some(3),
             }],
             networks: &[NetworkInUse {

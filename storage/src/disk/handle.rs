@@ -21,7 +21,7 @@ use crate::log::disk_state::DiskState;
 use crate::log::orders::KeeperTask;
 use crate::log::pin::{PinUser, PinnedLog};
 use crate::log::pipeline::MarkCommit;
-use crate::log::replica::{ReplicaCall, SyncReplica};
+use crate::log::replica::{LogReplica, ReplicaCall, ReplicaOptions};
 use crate::log::sharing::SyncSharing;
 use crate::log::state::Log;
 use crate::sync::atomic::Ordering;
@@ -170,25 +170,21 @@ impl Disk {
         )
     }
 
-    /// From now on, a FLUSH of any disk of the log completes only once a replica has its records
-    /// too; so does a write with FUA, or of a write-through disk. `owner` is called when one begins
-    /// to wait; it must not block. Whoever has the replica then
-    /// [acknowledges](SyncReplica::acknowledge) what is there, perhaps in another thread. Call this
+    /// Tells the log that it has a replica, which requests wait for as `options` say. `owner` is
+    /// called when one begins to wait; it must not block. Whoever has the replica then
+    /// [acknowledges](LogReplica::acknowledge) what is there, perhaps in another thread. Call this
     /// before the disks serve anyone.
     ///
     /// # Errors
-    /// [`ErrorKind::AlreadyExists`](crate::ErrorKind) if the log has a replica.
+    /// [`ErrorKind::AlreadyExists`](crate::ErrorKind) if the log has a replica;
+    /// [`ErrorKind::InvalidInput`](crate::ErrorKind) if it does not keep as much as the
+    /// [limit](ReplicaOptions::limit) lets the replica lack.
     pub fn replicate(
         &self,
+        options: ReplicaOptions,
         owner: impl Fn(ReplicaCall) + Send + Sync + 'static,
-    ) -> Result<SyncReplica> {
-        SyncReplica::of(&self.log, Arc::new(owner)).ok_or_else(|| {
-            let dir = self.log.dir.display();
-            Error::new(
-                ErrorKind::AlreadyExists,
-                format!("{dir}: the log has a replica that FLUSHes wait for"),
-            )
-        })
+    ) -> Result<LogReplica> {
+        LogReplica::of(&self.log, options, Arc::new(owner))
     }
 
     /// All disks on the log, open or not: their ids, and the paths of their base images when they

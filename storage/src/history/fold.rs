@@ -38,6 +38,9 @@ fn who_needs(keeper: &KeeperState, lsn: u64) -> String {
     let mut inside_rewinds = keeper.inside_rewinds.iter();
     let snapshot = inside_rewinds.find(|snapshot| snapshot.lsn == lsn);
     let exported = snapshot.is_some_and(|snapshot| snapshot.name.is_of_export());
+    if keeper.replica_needs == Some(lsn) {
+        return "its archive lacks what comes after it; wait until the archive has it".to_owned();
+    }
     if exported || keeper.is_held_briefly() {
         return "an export, or a restore in place, needs the log; wait until it has ended, or end \
                 the export (export-cancel)"

@@ -14,8 +14,8 @@ pub struct LogHistory {
     pub horizon: Commit,
     /// Bytes of the segments in use.
     pub kept_bytes: u64,
-    /// Bytes of those that must stay: for a look, or for a snapshot between the two points of a
-    /// restore in place.
+    /// Bytes of those that must stay: for a look, for a snapshot between the two points of a
+    /// restore in place, or for a replica that may lack no more than its limit.
     pub pinned_bytes: u64,
     /// Bytes of all segments the log may have.
     pub room_bytes: u64,

@@ -606,7 +606,13 @@ impl Keeper {
         }
         let newest = state.pipeline.appended();
         let until = self.frozen_at.unwrap_or(newest);
-        if let Some(lsn) = state.keeper.held()
+        // A log that keeps history is copied as a whole, while it is closed, only if it was begun.
+        let held = if closing {
+            state.keeper.held_here()
+        } else {
+            state.keeper.held()
+        };
+        if let Some(lsn) = held
             && lsn < self.control.control.with_rewinds(until)
         {
             let briefly = state.keeper.is_held_briefly();
@@ -740,7 +746,7 @@ impl Keeper {
             KeeperTask::DeleteSnapshot(name) => {
                 self.change_history(|control| Snapshot::remove(name, control))
             }
-            KeeperTask::SetRetention(retain) => self.change_history(|control| retain.set(control)),
+            KeeperTask::SetRetention(retain) => self.set_retention(retain),
             KeeperTask::Members(members) => {
                 // The caller may be gone.
                 let _ = members.send(self.control.members());
@@ -946,6 +952,16 @@ impl Keeper {
         set(size, 0)?;
         disk.sectors.store(size / SECTOR_SIZE, Ordering::Release);
         Ok(())
+    }
+
+    fn set_retention(&mut self, retain: Retention) -> Result<()> {
+        let state = self.log.lock();
+        if let Some(replica) = &state.replica {
+            let checked = replica.check_retention(retain);
+            checked.map_err(|error| error.of_file(&self.log.dir))?;
+        }
+        drop(state);
+        self.change_history(|control| retain.set(control))
     }
 
     /// Adds a disk. `path`: its image's, with links resolved.

@@ -120,8 +120,9 @@ impl Committer {
         let many = log.index_is_full();
         let detached = disk.detached.load(Ordering::Relaxed);
         let spill_full = disk.spill_full.load(Ordering::Relaxed);
+        let gives_up = state.keeper.failed || state.refuses_backlog();
         let refused = detached || spill_full && !state.keeper.pauses;
-        if refused || (full && state.is_stuck()) || (many && state.keeper.failed) {
+        if refused || (full && state.is_stuck()) || (many && gives_up) {
             return Err(AppendError::Stuck);
         }
         if spill_full {
@@ -132,6 +133,14 @@ impl Committer {
         // Once the log is closing, no record may follow the ones that the final checkpoint copies.
         if full || many || rewinding || state.keeper.stop {
             log.held_back.store(true, Ordering::Relaxed);
+            return Err(AppendError::HeldBack(change));
+        }
+        // A mark is small, and its caller can't do anything else meanwhile.
+        if change.mark.is_none() && state.is_backlogged() {
+            if state.refuses_backlog() {
+                return Err(AppendError::Stuck);
+            }
+            // An acknowledgement wakes the ports.
             return Err(AppendError::HeldBack(change));
         }
         let bytes = change.pending_bytes();
@@ -174,7 +183,7 @@ impl Committer {
         // Without group commit each FLUSH gets a sync of its own, even if an earlier FLUSH's sync
         // came after its writes.
         if covered && (self.log.most_served > 1 || state.ring.tail().is_none()) {
-            if state.replica.is_none() {
+            if !state.awaits_replica() {
                 return Ok(true);
             }
             drop(state);

@@ -414,6 +414,9 @@ impl Log {
             unix_us,
         };
         ring.extend_tail(bytes, (&head[..encoded], crc), last);
+        if let Some(replica) = &mut state.replica {
+            replica.note_batch(last_lsn, ring.end());
+        }
         for record in &records {
             if let Some(marked) = &record.change.mark {
                 // Nothing else writes it.
@@ -559,7 +562,7 @@ impl Log {
         }
         waiters.serve_written(pipeline.written(), &mut buffers.served);
         let held_back = self.held_back.swap(false, Ordering::Relaxed);
-        let replicated = state.replica.is_some();
+        let replicated = state.awaits_replica();
         let then = then(&mut state);
         drop(state);
         // Before any client learns that its request has ended: it may then close its disk, which

@@ -120,6 +120,8 @@ pub(crate) struct KeeperState {
     pub reached: u64,
     /// Who has pinned the base images.
     pub pins: Vec<PinnedBase>,
+    /// Everything after this LSN stays in the log for its replica.
+    pub replica_needs: Option<u64>,
     /// The looks of exports, some of which have ended.
     pub export_looks: Vec<Weak<dyn ExportLook>>,
     /// A checkpoint is waiting for the pending records up to this LSN, which may use the ring's
@@ -154,17 +156,22 @@ impl KeeperState {
         ahead.chain(self.pins.iter().map(|pin| pin.lsn)).min()
     }
 
-    /// Everything after this LSN must stay in the log: a look needs it, or a snapshot at which the
-    /// base images can't stop. `None`: there is neither.
+    /// Everything after this LSN must stay in the log: a look needs it, a snapshot at which the
+    /// base images can't stop, or the log's replica. `None`: nobody does.
     pub(crate) fn held(&self) -> Option<u64> {
+        self.held_here().into_iter().chain(self.replica_needs).min()
+    }
+
+    /// As [`held`](Self::held), without the replica.
+    pub(crate) fn held_here(&self) -> Option<u64> {
         let inside_rewinds = self.inside_rewinds.iter().map(|snapshot| snapshot.lsn);
         inside_rewinds
             .chain(self.pins.iter().map(|pin| pin.lsn))
             .min()
     }
 
-    /// As [`held`](Self::held), without exports, which give way when the log needs room, and
-    /// restores in place, which end soon.
+    /// As [`held`](Self::held), without exports, which give way when the log needs room, restores in
+    /// place, which end soon, and the replica, which writes wait for.
     pub(crate) fn held_firmly(&self) -> Option<u64> {
         let snapshots = self.inside_rewinds.iter();
         let snapshots = snapshots.filter(|snapshot| !snapshot.name.is_of_export());
@@ -173,7 +180,7 @@ impl KeeperState {
         lsns.chain(pins.map(|pin| pin.lsn)).min()
     }
 
-    /// Whether only exports and restores in place keep the log from making room.
+    /// Whether only exports, restores in place and the replica keep the log from making room.
     pub(crate) fn is_held_briefly(&self) -> bool {
         self.held().is_some() && self.held_firmly().is_none()
     }

@@ -26,6 +26,8 @@ const READY: usize = 2;
 /// Until the next segment file is made, only one part in this many of a segment is used; the rest
 /// is room for everything that may be pending.
 const GROWING_SHARE: u64 = 8;
+/// Segments beside those that have to stay for the log's replica.
+const OTHERS_THAN_BACKLOG: u32 = 4;
 /// Most summaries waiting to be written; one more drops the oldest.
 const MOST_PENDING_SUMMARIES: usize = 2;
 /// Most segments that a log with history frees at a time.
@@ -217,6 +219,22 @@ impl SegmentRing {
     /// Bytes of segments that are unused or not made yet.
     pub(crate) fn unused_bytes(&self) -> u64 {
         u64::from(self.most).saturating_sub(self.live.len() as u64) * self.segment_size
+    }
+
+    /// Bytes of the segments in use.
+    pub(crate) fn live_bytes(&self) -> u64 {
+        self.live.len() as u64 * self.segment_size
+    }
+
+    /// How many bytes of log may have to stay, so that there is room for the next batches and the
+    /// keeper.
+    pub(crate) fn room_for_backlog(&self) -> u64 {
+        let files = if self.cannot_grow {
+            self.files
+        } else {
+            self.most
+        };
+        u64::from(files.saturating_sub(OTHERS_THAN_BACKLOG).max(1)) * self.segment_size
     }
 
     /// Raises the limit of segment files; never lowers it.

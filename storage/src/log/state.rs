@@ -128,6 +128,28 @@ impl LogState {
         self.keeper.retain != Retention::Nothing || self.keeper.pinned().is_some()
     }
 
+    /// Whether FLUSHes wait for a replica.
+    pub(crate) fn awaits_replica(&self) -> bool {
+        self.replica.as_ref().is_some_and(ReplicaState::is_sync)
+    }
+
+    /// Where the log ends once all that is pending is written.
+    pub(crate) fn expected_end(&self) -> u64 {
+        self.ring.end() + self.pipeline.bytes() as u64
+    }
+
+    /// Whether writes wait, because the log's replica lacks as much as it may.
+    pub(crate) fn is_backlogged(&self) -> bool {
+        let (end, room) = (self.expected_end(), self.ring.room_for_backlog());
+        let replica = self.replica.as_ref();
+        replica.is_some_and(|replica| replica.holds_back(end, room))
+    }
+
+    /// Whether writes fail that would wait for the replica.
+    pub(crate) fn refuses_backlog(&self) -> bool {
+        self.replica.as_ref().is_some_and(ReplicaState::refuses)
+    }
+
     /// Whether a log with history needs the room of its oldest segments.
     pub(crate) fn is_pressed(&self) -> bool {
         self.ring.is_starved() || self.ring.is_running_out(self.keeper.retain)

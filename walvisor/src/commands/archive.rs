@@ -55,10 +55,13 @@ enum ArchiveAction {
         /// has read a byte from standard input.
         #[arg(long, hide = true)]
         progress_fd: Option<u32>,
-        /// Send what is new at each byte from standard input, and write to standard output up to
-        /// which LSN the archive has everything: 8 bytes each.
+        /// Write to standard output up to which LSN the archive has everything: 8 bytes each.
         #[arg(long, hide = true, requires = "progress_fd", conflicts_with = "json")]
         acknowledge: bool,
+        /// Requests wait for what is acknowledged: send what is new at each byte from standard
+        /// input.
+        #[arg(long, hide = true, requires = "acknowledge")]
+        sync: bool,
         /// Where images may be that come to the log later.
         #[arg(long, hide = true)]
         images_in: Vec<PathBuf>,
@@ -244,6 +247,7 @@ pub fn run(arguments: &ArchiveArguments) -> Result<(), CommandError> {
             until_eof,
             progress_fd,
             acknowledge,
+            sync,
             images_in,
             interval,
             base_every,
@@ -254,7 +258,7 @@ pub fn run(arguments: &ArchiveArguments) -> Result<(), CommandError> {
             let options = UploadOptions {
                 base_every: Some(*base_every),
                 take_over: *take_over,
-                check_each: *acknowledge,
+                check_each: *sync,
             };
             let url = address(url)?;
             let progress = progress_fd.map(open_progress).transpose();
@@ -284,6 +288,7 @@ pub fn run(arguments: &ArchiveArguments) -> Result<(), CommandError> {
                     json: *json,
                     input: until_eof.then(InputWatch::start),
                     acknowledged: acknowledge.then_some(0),
+                    sync: *sync,
                     told: PushProgress::default(),
                     progress,
                 };
@@ -468,8 +473,10 @@ struct FollowingPush<'a> {
     json: bool,
     /// Ends once this has.
     input: Option<Arc<InputWatch>>,
-    /// What was acknowledged, if requests wait for what is sent.
+    /// What was acknowledged, if that is wanted.
     acknowledged: Option<u64>,
+    /// Requests wait for what is sent.
+    sync: bool,
     /// What is told in `progress`, for the process whose log it is.
     told: PushProgress,
     progress: Option<File>,
@@ -517,7 +524,7 @@ impl FollowingPush<'_> {
                     let idle = (tick.caught_up || tick.log_bytes == 0) && tick.base.is_none();
                     if idle {
                         let rest = self.interval.saturating_sub(begun.elapsed());
-                        ends = self.wait(rest, self.acknowledged.is_some());
+                        ends = self.wait(rest, self.sync);
                         continue;
                     }
                     Duration::ZERO
@@ -536,7 +543,7 @@ impl FollowingPush<'_> {
                     tracing::warn!("{error}; the archive is behind, and is tried again");
                     self.tell_error(&error);
                     let rest = retry.next();
-                    if self.acknowledged.is_some() {
+                    if self.sync {
                         rest.min(RETRY_FOR_WAITERS)
                     } else {
                         rest
@@ -552,8 +559,7 @@ impl FollowingPush<'_> {
         }
     }
 
-    /// Tells the log's process at once up to which LSN the archive has everything, if requests wait
-    /// for that.
+    /// Tells the log's process at once up to which LSN the archive has everything.
     fn acknowledge(&mut self, lsn: u64) {
         let Some(acknowledged) = self.acknowledged.as_mut().filter(|before| **before < lsn) else {
             return;

@@ -182,8 +182,8 @@ impl ProcessArguments {
         let begun = pushes.begin(|log| logs.disk_of(log));
         begun.map_err(CommandError::Failed)?;
         pushes
-            .synchronous()
-            .for_each(|log| logs.note_synchronous(log));
+            .awaited()
+            .for_each(|log| logs.note_awaits_archive(log));
         disks::prepare_rings(&open);
         Ok((open, logs, pushes))
     }

@@ -150,6 +150,8 @@ fn archive(push: &PushState) -> Value {
         "cid": progress.cid,
         "unix_us": progress.unix_us,
         "lag_us": push.lag.as_micros() as u64,
+        "lag_bytes": push.lag_bytes,
+        "writes_wait": push.holds_back,
         "caught_up": progress.caught_up_us > 0,
         "restorable": progress.restorable,
         "waiting_requests": push.waiting,

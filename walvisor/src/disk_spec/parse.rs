@@ -232,7 +232,7 @@ impl DiskSpec {
 }
 
 /// Keys that matter only to a log that is written.
-const COMMITS: [&str; 9] = [
+const COMMITS: [&str; 10] = [
     "cache",
     "answer",
     "commit-wait-usec",
@@ -242,6 +242,7 @@ const COMMITS: [&str; 9] = [
     "archive",
     "archive-interval",
     "archive-sync",
+    "archive-limit",
 ];
 
 /// Refuses keys of another backend, keys that contradict each other, and missing keys.
@@ -299,8 +300,8 @@ fn check(spec: &DiskSpec, given: &[&'static Key]) -> Result<(), DiskSpecError> {
         (
             spec.at.is_some() && COMMITS.iter().any(|name| has(name)),
             "at= reads a log without writing it: leave cache=, answer=, commit-wait-usec=, \
-             commit-wait-count=, close-seconds=, spill-limit=, archive=, archive-interval= and \
-             archive-sync= out",
+             commit-wait-count=, close-seconds=, spill-limit=, archive=, archive-interval=, \
+             archive-sync= and archive-limit= out",
         ),
         (
             spec.in_order && spec.device == DeviceKind::Scsi,

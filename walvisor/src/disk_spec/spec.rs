@@ -188,6 +188,9 @@ pub struct DiskSpec {
     pub archive_interval: Option<Duration>,
     /// A FLUSH waits for the archive.
     pub archive_sync: bool,
+    /// Writes wait while the archive lacks so many bytes of log; `None`: as another disk of the log
+    /// says, or they don't.
+    pub archive_limit: Option<u64>,
     /// Images of disks on the log that nobody uses in this process, and to which the log may copy
     /// its records of them.
     pub detached: Vec<PathBuf>,
@@ -246,6 +249,7 @@ impl Default for DiskSpec {
             archive: None,
             archive_interval: None,
             archive_sync: false,
+            archive_limit: None,
             on_full: None,
             detached: Vec::new(),
             socket: None,

@@ -463,6 +463,18 @@ pub const KEYS: &[Key] = &[
         help: "A FLUSH completes only once the log's archive has its writes too",
     },
     Key {
+        name: "archive-limit",
+        value: Value::Size {
+            multiple: 1 << 20,
+            set: |spec, bytes| spec.archive_limit = Some(bytes),
+        },
+        default: "none: the archive gets a hole where the log keeps less than it lacks",
+        commands: EVERYWHERE,
+        backends: LOGGED,
+        help: "The log keeps what its archive lacks, and writes wait while that is so many bytes of \
+            log; the log must keep history (retain=)",
+    },
+    Key {
         name: "detached",
         value: Value::Text {
             expected: "paths separated by ':'",

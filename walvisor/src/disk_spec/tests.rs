@@ -141,6 +141,7 @@ fn example(key: &Key) -> &'static str {
         "archive" => "file:///a",
         "archive-interval" => "1s",
         "archive-sync" => "on",
+        "archive-limit" => "1M",
         _ => key.default,
     }
 }

@@ -1,16 +1,21 @@
 //! `walvisor archive`: a log that goes to a store over HTTP, a host that dies, disks that come back
 //! elsewhere.
 
+mod versitygw;
+
 use std::fs;
+use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output, Stdio};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
-use walvisor_testkit::nbd::{FLUSH, RawClient};
+use walvisor_testkit::nbd::{FLUSH, PAYLOAD_LEN, RawClient, WRITE};
 use walvisor_testkit::process::{Limited, create, foreign, program, succeed, text};
 use walvisor_testkit::s3::{KEYS, S3};
 use walvisor_testkit::{Daemon, Process, Random, wait_until};
+
+use versitygw::Versitygw;
 
 const BLOCK: usize = 4096;
 const BLOCKS: u64 = 64;
@@ -169,17 +174,7 @@ fn what_was_told_to_be_archived_comes_back_elsewhere() {
             &elsewhere,
             &format!("disk export {back}/disk.img {back}.raw"),
         );
-        let bytes = fs::read(elsewhere.join(format!("{back}.raw"))).unwrap();
-        for block in 0..BLOCKS {
-            // The newest write to this block up to there.
-            let wanted = (1..=at)
-                .rev()
-                .take(BLOCKS as usize)
-                .find(|n| n % BLOCKS == block);
-            let found = bytes[block as usize * BLOCK..][..8].try_into().unwrap();
-            let found = u64::from_le_bytes(found);
-            assert_eq!(found, wanted.unwrap_or(0), "block {block} as of lsn:{at}");
-        }
+        assert_as_of(&elsewhere.join(format!("{back}.raw")), at);
         fs::remove_dir_all(elsewhere.join(&back)).unwrap();
     }
     // It is a disk, with a log that goes on.
@@ -199,6 +194,84 @@ fn what_was_told_to_be_archived_comes_back_elsewhere() {
         shown.contains("any point from lsn:") && shown.contains("disk.img (1 MiB)"),
         "{shown}"
     );
+}
+
+/// The same by way of a real server, which is killed again and again while a daemon archives its
+/// log. Then the host is gone, and another user restores elsewhere.
+#[test]
+fn a_real_server_has_what_was_told_to_be_archived() {
+    let (place, home, elsewhere) = two_hosts();
+    let Some(mut server) = Versitygw::start(place.path()) else {
+        return;
+    };
+    let url = server.url("vm");
+    create(&home, "disk.img", "1M --retain 1h");
+    let spec = format!("path=disk.img,socket=nbd.sock,archive={url},archive-interval=50ms");
+    let mut command = Command::new(program());
+    command.args(["serve", "nbd", "--control", "ctl", "--disk", &spec]);
+    with_keys(&mut command);
+    let daemon = Daemon::start_as(&home, &mut command, 1);
+    let mut client = RawClient::extended(&home.join("nbd.sock"));
+    let mut random = Random(3);
+    let (mut written, mut kills, mut told) = (0_u64, 0, 0);
+    while kills < 8 {
+        write_next(&mut client, &mut written);
+        if random.below(20) > 0 {
+            continue;
+        }
+        if !server.is_running() {
+            server.restart();
+            continue;
+        }
+        let progress = archive_of(&home);
+        if progress["restorable"] == true && progress["lsn"].as_u64() > Some(told) {
+            told = progress["lsn"].as_u64().unwrap();
+            server.kill();
+            kills += 1;
+        }
+    }
+    server.restart();
+    let before = told;
+    wait_until("the archive to go on", || {
+        write_next(&mut client, &mut written);
+        told = archive_of(&home)["lsn"].as_u64().unwrap();
+        told > before
+    });
+    rustix::process::kill_process(push_of(&daemon), rustix::process::Signal::KILL).unwrap();
+    daemon.kill();
+    fs::remove_dir_all(&home).unwrap();
+
+    // Nobody else may look into a temporary directory.
+    for dir in [place.path(), &elsewhere] {
+        fs::set_permissions(dir, fs::Permissions::from_mode(0o777)).unwrap();
+    }
+    let walvisor = place.path().join("walvisor");
+    fs::copy(program(), &walvisor).unwrap();
+    let as_nobody = |arguments: &str| {
+        let mut command = foreign(&elsewhere, "setpriv");
+        command
+            .args(["--reuid=65534", "--regid=65534", "--clear-groups"])
+            .arg(&walvisor)
+            .args(arguments.split_whitespace());
+        with_keys(&mut command);
+        done(&mut command)
+    };
+    let newest = number(
+        &as_nobody(&format!("archive restore {url} back --json")),
+        "lsn",
+    );
+    println!("{written} commits, {told} told, {newest} restored, {kills} kills of the server");
+    assert!(
+        (told..=written).contains(&newest),
+        "{told} {newest} {written}"
+    );
+    for round in 0..20 {
+        let at = 1 + random.below(newest);
+        as_nobody(&format!("archive restore {url} {round} --at lsn:{at}"));
+        as_nobody(&format!("disk export {round}/disk.img {round}.raw"));
+        assert_as_of(&elsewhere.join(format!("{round}.raw")), at);
+        fs::remove_dir_all(elsewhere.join(round.to_string())).unwrap();
+    }
 }
 
 /// A replica follows a disk that is written, and can be read. Then it takes over, although the old
@@ -419,6 +492,22 @@ fn numbers(image: &Path) -> Vec<u64> {
     numbers.collect()
 }
 
+/// Asserts that an image has each block as it was as of an LSN.
+#[track_caller]
+fn assert_as_of(image: &Path, at: u64) {
+    let found = numbers(image);
+    for block in 0..BLOCKS {
+        // The newest write to this block up to there.
+        let mut newest = (1..=at).rev().take(BLOCKS as usize);
+        let wanted = newest.find(|number| number % BLOCKS == block);
+        assert_eq!(
+            found[block as usize],
+            wanted.unwrap_or(0),
+            "block {block} as of lsn:{at}"
+        );
+    }
+}
+
 /// Writes the next block and flushes; returns whether both succeeded.
 fn try_next(client: &mut RawClient, written: &mut u64) -> bool {
     let number = *written + 1;
@@ -541,6 +630,86 @@ fn with_archive_sync_a_flush_waits_for_the_store() {
         }
     }
     daemon.stop();
+}
+
+/// The store is away while a client writes: its writes wait once the archive lacks its limit, and
+/// go on when it is back. The archive has no hole. A daemon with writes that wait ends all the same.
+#[test]
+fn with_archive_limit_writes_wait_and_the_archive_gets_no_hole() {
+    let store = S3::start("bucket");
+    let url = store.url("bucket/one");
+    let (_place, home, elsewhere) = two_hosts();
+    create(&home, "disk.img", "1M");
+    let spec = |retain| {
+        let archive = format!("archive={url},archive-interval=50ms,archive-limit=1M");
+        format!("path=disk.img,socket=nbd.sock,{archive},retain={retain}")
+    };
+    let serve = |retain| {
+        let mut command = foreign(&home, program());
+        command.args(["serve", "nbd", "--control", "ctl", "--disk", &spec(retain)]);
+        with_keys(&mut command);
+        command
+    };
+    let refused = text(&output(&mut serve("off")).stderr);
+    assert!(refused.contains("set retain=1h, for example"), "{refused}");
+    let daemon = Daemon::start_as(&home, &mut serve("1h"), 1);
+    let mut client = RawClient::extended(&home.join("nbd.sock"));
+    let mut written = 0_u64;
+    write_next(&mut client, &mut written);
+    wait_until("the archive", || {
+        archive_of(&home)["restorable"] == true && archive_of(&home)["lag_bytes"] == 0
+    });
+    store.fail_one_in(1);
+    let writer = std::thread::spawn(move || {
+        while written < 600 {
+            write_next(&mut client, &mut written);
+        }
+        written
+    });
+    let wait_for_writes = || {
+        wait_until("writes to wait", || {
+            archive_of(&home)["writes_wait"] == true
+        });
+        let lacks = archive_of(&home)["lag_bytes"].as_u64().unwrap();
+        assert!((1 << 20..2 << 20).contains(&lacks), "{lacks} bytes");
+    };
+    wait_for_writes();
+    let shown = succeed(&home, "ctl ctl stats");
+    assert!(shown.contains("MiB, so writes wait"), "{shown}");
+    let mut other = RawClient::extended(&home.join("nbd.sock"));
+    other.flush(1);
+    store.fail_one_in(0);
+    let written = writer.join().unwrap();
+    wait_until("the archive", || archive_of(&home)["lsn"] == written);
+    let told = archive_of(&home);
+    assert_eq!(
+        (&told["writes_wait"], &told["lag_bytes"]),
+        (&false.into(), &0.into())
+    );
+    done(&mut archive(
+        &elsewhere,
+        &format!("restore {url} back --at lsn:5"),
+    ));
+    succeed(&elsewhere, "disk export back/disk.img back.raw");
+    let found = numbers(&elsewhere.join("back.raw"));
+    assert_eq!(found[..7], [0, 1, 2, 3, 4, 5, 0]);
+
+    store.fail_one_in(1);
+    let writer = std::thread::spawn(move || {
+        // The one that waits fails, when the daemon ends.
+        (0..1000).any(|number| {
+            other.request(PAYLOAD_LEN, WRITE, number, 0, BLOCK as u64);
+            other.send(&[7; BLOCK]);
+            other.reply().kind != 0
+        })
+    });
+    wait_for_writes();
+    let errors = daemon.stop();
+    assert!(
+        errors.contains("requests that wait for its archive fail"),
+        "{errors}"
+    );
+    assert!(writer.join().unwrap());
 }
 
 #[test]

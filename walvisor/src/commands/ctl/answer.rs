@@ -287,6 +287,12 @@ fn archive_text(archive: &Value) -> String {
     } else {
         format!("has not caught up in {seconds:.1} s")
     };
+    let lacks = archive["lag_bytes"].as_u64().unwrap_or(0);
+    let lacks = match (lacks, archive["writes_wait"] == true) {
+        (0, _) => String::new(),
+        (lacks, false) => format!(" and lacks {}", human_size(lacks)),
+        (lacks, true) => format!(" and lacks {}, so writes wait", human_size(lacks)),
+    };
     let images = if archive["restorable"] == true {
         ""
     } else {
@@ -299,7 +305,10 @@ fn archive_text(archive: &Value) -> String {
     };
     let error = archive["error"].as_str();
     let error = error.map_or_else(String::new, |error| format!(": {error}"));
-    format!("{} {lag}{images}{ended}{error}", text(&archive["url"]))
+    format!(
+        "{} {lag}{lacks}{images}{ended}{error}",
+        text(&archive["url"])
+    )
 }
 
 /// Counters and the current state.
