@@ -5,7 +5,7 @@ mod support;
 use std::sync::mpsc::{Receiver, channel};
 use std::time::Duration;
 
-use support::{TestDisk, fill, flush, read, run, small, wait, write};
+use support::{TestDisk, fill, flush, read, run, small, wait, wait_until, write};
 use walvisor_storage::{
     Backend, BackendQueue, CacheMode, Completion, DiskOptions, EngineKind, ErrorKind, Failure,
     FollowStep, LogFollower, LogReplica, LogRoot, MarkText, Operation, Port, ReplicaCall,
@@ -32,6 +32,7 @@ const MIB: u64 = 1 << 20;
 fn limited(place: &TestDisk, retain: Retention, most: u64) -> (Store, LogReplica) {
     let options = StoreOptions {
         retain: Some(retain),
+        await_replica: true,
         ..small(EngineKind::Auto)
     };
     let disks = [DiskOptions::new(&place.disk)];
@@ -204,6 +205,7 @@ fn a_disk_that_comes_back_waits_for_what_it_wrote_before() {
     until_waiting(&replica, &calls, 1);
     let awaited = replica.awaited().unwrap();
     replica.end_waits();
+    replica.wait_again();
     ended(&mut port, Err(Failure::Io));
     drop(port);
     store.remove_disk(&other).unwrap();
@@ -235,9 +237,10 @@ fn the_log_goes_on_while_flushes_wait_for_the_replica() {
         write(&mut other, number % 8 * 256, number as u8, 256);
     }
     assert!(store.log_counters().checkpoints > checkpoints);
-    store.disks()[0]
-        .snapshot("monday".parse().unwrap())
-        .unwrap();
+    // A snapshot is refused while such a small log is full.
+    wait_until("a snapshot", || {
+        store.disks()[0].snapshot("monday".parse().unwrap()).is_ok()
+    });
     assert_eq!(replica.waiting(), 1);
     store.disks()[0].end_pauses();
     assert_eq!(calls.try_iter().last(), Some(ReplicaCall::Drains));
@@ -394,5 +397,47 @@ fn what_is_in_the_log_counts_until_it_is_acknowledged() {
     replica.acknowledge(newest);
     ended(&mut port, Ok(()));
     drop(port);
+    store.close().unwrap();
+}
+
+/// A log that is opened again makes room at once, of what its retention does not keep.
+#[test]
+fn a_log_that_is_opened_again_keeps_what_the_replica_lacks() {
+    let place = TestDisk::new();
+    let soon = Retention::Time(Duration::from_millis(1));
+    let (store, replica) = limited(&place, soon, 3 * MIB);
+    let root = LogRoot::read(&place.log()).unwrap();
+    let mut follower = LogFollower::new(&place.log(), &root);
+    let mut port = store.disks()[0].open_port().unwrap();
+    let mut written = 0;
+    write_until_one_waits(&mut port, &replica, &mut written);
+    replica.end_waits();
+    ended(&mut port, Err(Failure::Io));
+    drop((port, replica));
+    store.close().unwrap();
+    let (store, replica) = limited(&place, soon, 3 * MIB);
+    assert!(replica.holds_back());
+    std::thread::sleep(Duration::from_millis(200));
+    let mut next = 1;
+    while let FollowStep::Piece(piece) = follower.step(1 << 20).unwrap() {
+        assert_eq!(piece.first.lsn, next);
+        next = piece.last.lsn + 1;
+    }
+    assert_eq!(next, written + 1);
+    drop(replica);
+    store.close().unwrap();
+}
+
+#[test]
+fn history_is_dropped_only_once_the_replica_has_it() {
+    let place = TestDisk::new();
+    let (store, replica) = limited(&place, Retention::All, 2 * MIB);
+    let disk = &store.disks()[0];
+    let mut port = disk.open_port().unwrap();
+    (0..8).for_each(|number| write(&mut port, number * 128, 1, 128));
+    assert!(disk.checkpoint().is_err());
+    replica.acknowledge(8);
+    disk.checkpoint().unwrap();
+    drop((port, replica));
     store.close().unwrap();
 }

@@ -307,8 +307,9 @@ fn acknowledge(replica: &LogReplica, (mut output, drains): (File, Arc<OwnedFd>),
             let _ = rustix::io::read(&drains, &mut [0; 8]);
             if std::mem::take(&mut refuses) {
                 replica.wait_again();
+                until = None;
             }
-            until = Some(Instant::now() + LAST_WAIT);
+            let _ = until.get_or_insert_with(|| Instant::now() + LAST_WAIT);
         }
         if told {
             match output.read(&mut bytes) {

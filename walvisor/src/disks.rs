@@ -681,6 +681,7 @@ fn log_options(specs: &[DiskSpec], members: &[usize]) -> Result<StoreOptions, &'
         close_time: Some(close_time.unwrap_or(DEFAULT_CLOSE_TIME)),
         index_memory: given.unwrap_or_else(|| index_memory(limit, logs)),
         retain,
+        await_replica: specs().any(|spec| spec.archive_limit.is_some()),
         ..usual
     })
 }

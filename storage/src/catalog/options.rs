@@ -59,6 +59,9 @@ pub struct StoreOptions {
     /// What happens to requests that need room while the log is full and can't be emptied for lack
     /// of space. Default: they fail.
     pub on_full: FullLogPolicy,
+    /// The log keeps every record until [`Disk::replicate`](crate::Disk::replicate) says what its
+    /// replica needs; for a replica with a [limit](crate::ReplicaOptions::limit). Default `false`.
+    pub await_replica: bool,
     /// Most bytes of a disk that a spill file takes while the disk's image can't be written. Beyond
     /// that, and what the log has by then, only this disk's writes do as `on_full` says. They do so
     /// too once the log's file system has less space left than the log's size, or the maps of spill
@@ -85,6 +88,7 @@ impl Default for StoreOptions {
             index_memory: 64 << 20,
             retain: None,
             on_full: FullLogPolicy::Fail,
+            await_replica: false,
             spill_limit: None,
             threads: None,
         }

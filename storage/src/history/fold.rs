@@ -81,7 +81,10 @@ impl Keeper {
                 state.keeper.checkpoint = true;
                 return Ok(());
             }
-            let (pinned, briefly) = (state.keeper.held(), state.keeper.is_held_briefly());
+            let newest = self.control.control.with_rewinds(state.pipeline.appended());
+            let for_replica = state.keeper.held_for_replica(newest);
+            let pinned = for_replica.or(state.keeper.held_here());
+            let briefly = for_replica.is_some() || state.keeper.is_held_briefly();
             let index = log.counters.index.bytes();
             self.warn_if_crowded(&state, index);
             let heavy = log.index_is_heavy();
@@ -385,6 +388,16 @@ impl Keeper {
             return Err(Error::new(
                 ErrorKind::Damaged,
                 format!("{error}; folding the log in {dir} would lose its snapshots and looks"),
+            ));
+        }
+        let state = self.log.lock();
+        let newest = self.control.control.with_rewinds(state.pipeline.appended());
+        let for_replica = state.keeper.held_for_replica(newest);
+        drop(state);
+        if for_replica.is_some() {
+            return Err(Error::new(
+                ErrorKind::Damaged,
+                format!("{error}; folding the log in {dir} waits until its archive has the rest"),
             ));
         }
         tracing::error!("{error}; so the log in {dir} drops its history");

@@ -607,15 +607,13 @@ impl Keeper {
         let newest = state.pipeline.appended();
         let until = self.frozen_at.unwrap_or(newest);
         // A log that keeps history is copied as a whole, while it is closed, only if it was begun.
-        let held = if closing {
-            state.keeper.held_here()
-        } else {
-            state.keeper.held()
-        };
-        if let Some(lsn) = held
-            && lsn < self.control.control.with_rewinds(until)
+        let reached = self.control.control.with_rewinds(until);
+        let for_replica = state.keeper.held_for_replica(reached);
+        let for_replica = for_replica.filter(|_| !closing);
+        if let Some(lsn) = for_replica.or(state.keeper.held_here())
+            && lsn < reached
         {
-            let briefly = state.keeper.is_held_briefly();
+            let briefly = for_replica.is_some() || state.keeper.is_held_briefly();
             drop(state);
             if briefly && !hurry && !closing {
                 // What holds it asks for a checkpoint when it ends.
@@ -961,7 +959,10 @@ impl Keeper {
             checked.map_err(|error| error.of_file(&self.log.dir))?;
         }
         drop(state);
-        self.change_history(|control| retain.set(control))
+        self.change_history(|control| retain.set(control))?;
+        // The log may have more room for what its replica lacks.
+        self.log.wake_ports();
+        Ok(())
     }
 
     /// Adds a disk. `path`: its image's, with links resolved.

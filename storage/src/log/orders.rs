@@ -170,8 +170,16 @@ impl KeeperState {
             .min()
     }
 
-    /// As [`held`](Self::held), without exports, which give way when the log needs room, restores in
-    /// place, which end soon, and the replica, which writes wait for.
+    /// The replica needs everything after this LSN, and nobody else here needs more; it lacks some
+    /// of what the log has up to `newest`.
+    pub(crate) fn held_for_replica(&self, newest: u64) -> Option<u64> {
+        let here = self.held_here();
+        let first = |lsn: &u64| *lsn < newest && here.is_none_or(|here| *lsn < here);
+        self.replica_needs.filter(first)
+    }
+
+    /// As [`held_here`](Self::held_here), without exports, which give way when the log needs room,
+    /// and restores in place, which end soon.
     pub(crate) fn held_firmly(&self) -> Option<u64> {
         let snapshots = self.inside_rewinds.iter();
         let snapshots = snapshots.filter(|snapshot| !snapshot.name.is_of_export());
@@ -180,9 +188,9 @@ impl KeeperState {
         lsns.chain(pins.map(|pin| pin.lsn)).min()
     }
 
-    /// Whether only exports, restores in place and the replica keep the log from making room.
+    /// Whether only exports and restores in place keep the log from making room, the replica aside.
     pub(crate) fn is_held_briefly(&self) -> bool {
-        self.held().is_some() && self.held_firmly().is_none()
+        self.held_here().is_some() && self.held_firmly().is_none()
     }
 
     /// Whether an export keeps the log from making room.

@@ -127,13 +127,16 @@ impl ReplicaState {
         limited.then_some(self.acknowledged)
     }
 
-    /// Whether requests fail that would wait for the replica.
-    pub(crate) fn refuses(&self) -> bool {
-        self.refuses && !self.lost
+    /// Whether writes fail that would wait for the replica.
+    pub(crate) fn refuses_writes(&self) -> bool {
+        self.refuses && !self.lost && self.options.limit.is_some()
     }
 
     /// Refuses a retention with which the log can't keep what the replica lacks.
     pub(crate) fn check_retention(&self, retain: Retention) -> Result<()> {
+        if self.lost {
+            return Ok(());
+        }
         self.options.check(retain)
     }
 
@@ -200,7 +203,7 @@ impl Log {
             return;
         }
         // A log that has failed since has failed its waiters already.
-        if replica.lost || self.poisoned.load(Ordering::Acquire) {
+        if replica.lost || replica.refuses || self.poisoned.load(Ordering::Acquire) {
             drop(state);
             self.refuse_waiters(held);
             return;
@@ -297,7 +300,9 @@ impl LogReplica {
             replica.take_waiters()
         });
         deliver(waiters.into_iter(), Err(Failure::Io), None);
-        self.wake_writers();
+        if let Some(log) = self.0.upgrade() {
+            log.refuse_stuck();
+        }
     }
 
     /// Requests may wait again.
@@ -348,11 +353,16 @@ impl LogReplica {
         Some(replica.backlog.bytes(end))
     }
 
-    /// Whether writes wait, because the replica lacks as much as it may.
+    /// Whether writes wait for the replica: it lacks as much as it may, or what it lacks keeps the
+    /// log from making room.
     pub fn holds_back(&self) -> bool {
-        let log = self.0.upgrade();
-        let state = log.as_ref().map(|log| log.lock());
-        state.is_some_and(|state| state.is_backlogged())
+        let Some(log) = self.0.upgrade() else {
+            return false;
+        };
+        let state = log.lock();
+        let newest = state.pipeline.appended();
+        let holds = state.keeper.held_for_replica(newest).is_some();
+        state.is_backlogged() || holds && (log.index_is_full() || state.ring.is_starved())
     }
 
     /// The newest record that the replica has acknowledged.

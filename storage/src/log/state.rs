@@ -147,7 +147,9 @@ impl LogState {
 
     /// Whether writes fail that would wait for the replica.
     pub(crate) fn refuses_backlog(&self) -> bool {
-        self.replica.as_ref().is_some_and(ReplicaState::refuses)
+        self.replica
+            .as_ref()
+            .is_some_and(ReplicaState::refuses_writes)
     }
 
     /// Whether a log with history needs the room of its oldest segments.
@@ -168,7 +170,9 @@ impl LogState {
     /// Whether the ring is full and can't be emptied. Until that changes, requests that need room
     /// fail.
     pub(crate) fn is_stuck(&self) -> bool {
-        self.ring.is_starved() && self.keeper.failed
+        let newest = self.pipeline.appended();
+        let refuses = || self.refuses_backlog() && self.keeper.held_for_replica(newest).is_some();
+        self.ring.is_starved() && (self.keeper.failed || refuses())
     }
 
     /// If the ring is stuck, takes the waiters for records that are in no batch yet. The records

@@ -450,6 +450,7 @@ fn new_log(
     state.keeper.snapshots = Snapshot::all(&control.control);
     state.keeper.inside_rewinds = Snapshot::inside_rewinds(&control.control);
     state.keeper.reached = checkpoint_lsn;
+    state.keeper.replica_needs = options.await_replica.then_some(0);
     state.keeper.pauses = options.on_full == FullLogPolicy::Pause;
     Log {
         dir: log_dir.to_path_buf(),

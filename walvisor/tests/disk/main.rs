@@ -39,6 +39,7 @@ const SMALL: StoreOptions = StoreOptions {
     index_memory: 64 << 20,
     retain: None,
     on_full: walvisor_storage::FullLogPolicy::Fail,
+    await_replica: false,
     spill_limit: None,
     threads: None,
 };
