@@ -295,8 +295,8 @@ impl Daemon {
         let mut child = Process::spawn(command);
         let lines = child.first_lines(count);
         if lines.len() < count {
-            let _ = child.wait();
-            panic!("no daemon: {}", child.errors());
+            let status = child.wait();
+            panic!("no daemon, {status:?}: {}", child.errors());
         }
         let uri = |line: String| line.rsplit(' ').next().expect("a word").to_owned();
         Self {
