@@ -237,8 +237,7 @@ fn a_real_server_has_what_was_told_to_be_archived() {
         told = archive_of(&home)["lsn"].as_u64().unwrap();
         told > before
     });
-    rustix::process::kill_process(push_of(&daemon), rustix::process::Signal::KILL).unwrap();
-    daemon.kill();
+    kill_with_push(daemon);
     fs::remove_dir_all(&home).unwrap();
 
     // Nobody else may look into a temporary directory.
@@ -472,6 +471,13 @@ fn start_synchronous(home: &Path, url: &str) -> (Daemon, RawClient) {
     (daemon, client)
 }
 
+/// Kills a daemon and its push at once, which would end by itself soon after the daemon.
+fn kill_with_push(daemon: Daemon) {
+    let push = push_of(&daemon);
+    rustix::process::kill_process(push, rustix::process::Signal::KILL).unwrap();
+    daemon.kill();
+}
+
 /// The process that pushes a daemon's log.
 fn push_of(daemon: &Daemon) -> rustix::process::Pid {
     let parent = format!("PPid:\t{}\n", daemon.pid());
@@ -550,9 +556,7 @@ fn with_archive_sync_every_flush_is_in_the_archive_when_the_host_is_gone() {
         for _ in 0..random.below(60) {
             write_next(&mut client, &mut written);
         }
-        let push = push_of(&daemon);
-        daemon.kill();
-        rustix::process::kill_process(push, rustix::process::Signal::KILL).unwrap();
+        kill_with_push(daemon);
         store.fail_one_in(0);
         let restored = format!("restored-{round}");
         done(&mut archive(
