@@ -86,8 +86,7 @@ impl Daemon {
         Ok(daemon)
     }
 
-    /// Starts the daemon of a peer in `images`, and waits until there is a socket at each of
-    /// `sockets`.
+    /// Starts the daemon of a peer in `images`, and waits until it listens at each of `sockets`.
     ///
     /// # Errors
     /// If the daemon does not start, or ends before it serves.
@@ -109,7 +108,7 @@ impl Daemon {
             control: None,
         };
         let began = Instant::now();
-        while !sockets.iter().all(|socket| socket.exists()) {
+        while !sockets.iter().all(|socket| listens(socket)) {
             if let Ok(Some(status)) = peer.child.try_wait() {
                 return Err(failed(format!("it ended ({status}) before it served")));
             }
@@ -263,6 +262,17 @@ impl Drop for HaltGuard {
     fn drop(&mut self) {
         let _ = kill_process(self.0, Signal::CONT);
     }
+}
+
+/// Whether somebody listens at a Unix socket. One that was only bound refuses clients.
+fn listens(socket: &Path) -> bool {
+    // Num RefCount Protocol Flags Type St Inode Path; the flag is __SO_ACCEPTCON.
+    let sockets = std::fs::read_to_string("/proc/net/unix").unwrap_or_default();
+    let path = socket.display().to_string();
+    sockets.lines().any(|line| {
+        let mut words = line.split_whitespace();
+        words.nth(3) == Some("00010000") && words.nth(3) == Some(&*path)
+    })
 }
 
 #[cfg(test)]
