@@ -326,8 +326,8 @@ impl<'a> Uploader<'a> {
         if !caught_up {
             return last;
         }
-        // One in use has a record; if the root tells of it, but the records before were not there
-        // yet when the log was read, it is not kept.
+        // The root may tell of a restore that came after records which were not read yet: only
+        // those that follow what the archive has are kept.
         let next = |kept, rewind| if rewind == kept + 1 { rewind } else { kept };
         let rewinds = root.rewinds().into_iter();
         rewinds.fold(last.max(root.checkpoint_lsn()), next)

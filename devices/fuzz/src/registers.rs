@@ -30,7 +30,7 @@ pub enum Register {
     QueueSelect,
     /// The queue's size.
     QueueSize,
-    /// RegisterHalf of one of the queue's addresses: 0 table, 1 available ring, 2 used ring; then 0 lower,
+    /// A half of one of the queue's addresses: 0 table, 1 available ring, 2 used ring; then 0 lower,
     /// 1 upper half.
     Address(usize, usize),
     /// Whether the queue is enabled.

@@ -160,8 +160,8 @@ impl Disk {
         let condition = self.log.condition();
         let why = condition.trouble().map(|trouble| trouble.error.as_str());
         let why = why.unwrap_or(
-            "it is full or being closed, the disk is leaving it, or its \
-                                 replica did not take the mark",
+            "it is full or being closed, the disk is leaving it, or its replica did not take the \
+             mark",
         );
         let dir = self.log.dir.display();
         Error::new(
@@ -177,8 +177,8 @@ impl Disk {
     ///
     /// # Errors
     /// [`ErrorKind::AlreadyExists`](crate::ErrorKind) if the log has a replica;
-    /// [`ErrorKind::InvalidInput`](crate::ErrorKind) if it does not keep as much as the
-    /// [limit](ReplicaOptions::limit) lets the replica lack.
+    /// [`ErrorKind::InvalidInput`](crate::ErrorKind) if there is a [limit](ReplicaOptions::limit),
+    /// and the log keeps no history.
     pub fn replicate(
         &self,
         options: ReplicaOptions,

@@ -606,7 +606,7 @@ impl Keeper {
         }
         let newest = state.pipeline.appended();
         let until = self.frozen_at.unwrap_or(newest);
-        // A log that keeps history is copied as a whole, while it is closed, only if it was begun.
+        // Closing does not wait for the replica.
         let reached = self.control.control.with_rewinds(until);
         let for_replica = state.keeper.held_for_replica(reached);
         let for_replica = for_replica.filter(|_| !closing);

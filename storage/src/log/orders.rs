@@ -170,8 +170,8 @@ impl KeeperState {
             .min()
     }
 
-    /// The replica needs everything after this LSN, and nobody else here needs more; it lacks some
-    /// of what the log has up to `newest`.
+    /// Everything after this LSN stays for the replica, which lacks some of it, and nobody here
+    /// needs more. `newest`: the log's newest record.
     pub(crate) fn held_for_replica(&self, newest: u64) -> Option<u64> {
         let here = self.held_here();
         let first = |lsn: &u64| *lsn < newest && here.is_none_or(|here| *lsn < here);

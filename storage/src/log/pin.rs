@@ -62,10 +62,7 @@ impl Drop for Pin {
         if let Some(place) = pins.iter().position(|base| *base == self.base) {
             pins.swap_remove(place);
         }
-        // Segments may have become free, or a stuck log may have room.
-        let needed = self.log.room_need(&state) != RoomNeed::None;
-        state.keeper.checkpoint |= needed || state.needs_room();
-        self.log.keeper_wanted.notify_one();
+        self.log.call_keeper(&mut state);
     }
 }
 

@@ -12,7 +12,7 @@ use std::collections::VecDeque;
 use crate::Failure;
 use crate::catalog::retention::Retention;
 use crate::error::{Error, ErrorKind, Result, invalid};
-use crate::log::state::{Log, LogState, RoomNeed};
+use crate::log::state::{Log, LogState};
 use crate::log::waiters::{Mailbox, Waiter, deliver};
 use crate::size::show_size;
 use crate::sync::atomic::Ordering;
@@ -254,7 +254,7 @@ impl LogReplica {
             ..Backlog::default()
         };
         backlog.note_batch(state.pipeline.appended(), state.ring.end());
-        // Nothing needs no acknowledgement.
+        // A replica lacks nothing of an empty log.
         backlog.acknowledge(0);
         state.replica = Some(ReplicaState {
             owner,
@@ -336,9 +336,7 @@ impl LogReplica {
             return;
         }
         state.keep_for_replica();
-        let needed = log.room_need(&state) != RoomNeed::None;
-        state.keeper.checkpoint |= needed || state.needs_room();
-        log.keeper_wanted.notify_one();
+        log.call_keeper(&mut state);
         drop(state);
         log.wake_ports();
     }

@@ -157,7 +157,7 @@ impl LogState {
         self.ring.is_starved() || self.ring.is_running_out(self.keeper.retain)
     }
 
-    /// How many segments must stay for a snapshot or a look.
+    /// How many segments must stay for a snapshot, a look or the replica.
     pub(crate) fn held_segments(&self) -> usize {
         self.keeper.held().map_or(0, |lsn| self.ring.newer(lsn))
     }
@@ -167,8 +167,8 @@ impl LogState {
         self.keeps_history() || self.ring.is_half_used()
     }
 
-    /// Whether the ring is full and can't be emptied. Until that changes, requests that need room
-    /// fail.
+    /// Whether the ring is full and can't be emptied, or not before the replica has more, and nobody
+    /// may wait for that now. Until that changes, requests that need room fail.
     pub(crate) fn is_stuck(&self) -> bool {
         let newest = self.pipeline.appended();
         let refuses = || self.refuses_backlog() && self.keeper.held_for_replica(newest).is_some();
@@ -403,6 +403,14 @@ impl Log {
         let ports = self.lock().waiters.ports();
         ports.iter().for_each(|port| port.wake());
         self.call_leader();
+    }
+
+    /// Less has to stay in the log: makes the keeper look whether segments have become free, or a
+    /// stuck log has room.
+    pub(crate) fn call_keeper(&self, state: &mut LogState) {
+        let needed = self.room_need(state) != RoomNeed::None;
+        state.keeper.checkpoint |= needed || state.needs_room();
+        self.keeper_wanted.notify_one();
     }
 
     /// Makes the leader look at the log again.

@@ -32,6 +32,13 @@ fn with_keys(command: &mut Command) {
     command.envs(KEYS);
 }
 
+/// Makes `command`, the program, serve a disk over NBD, with keys for the store.
+fn serve_nbd(mut command: Command, spec: &str) -> Command {
+    command.args(["serve", "nbd", "--control", "ctl", "--disk", spec]);
+    with_keys(&mut command);
+    command
+}
+
 fn output(command: &mut Command) -> Output {
     command.output().expect("timeout(1) starts")
 }
@@ -207,9 +214,7 @@ fn a_real_server_has_what_was_told_to_be_archived() {
     let url = server.url("vm");
     create(&home, "disk.img", "1M --retain 1h");
     let spec = format!("path=disk.img,socket=nbd.sock,archive={url},archive-interval=50ms");
-    let mut command = Command::new(program());
-    command.args(["serve", "nbd", "--control", "ctl", "--disk", &spec]);
-    with_keys(&mut command);
+    let mut command = serve_nbd(Command::new(program()), &spec);
     let daemon = Daemon::start_as(&home, &mut command, 1);
     let mut client = RawClient::extended(&home.join("nbd.sock"));
     let mut random = Random(3);
@@ -367,9 +372,7 @@ fn a_daemon_archives_its_log() {
     create(&home, "disk.img", "1M --retain 1h");
     let spec = format!("path=disk.img,socket=nbd.sock,archive={url},archive-interval=50ms");
     let start = || {
-        let mut command = Command::new(program());
-        command.args(["serve", "nbd", "--control", "ctl", "--disk", &spec]);
-        with_keys(&mut command);
+        let mut command = serve_nbd(Command::new(program()), &spec);
         let daemon = Daemon::start_as(&home, &mut command, 1);
         let client = RawClient::extended(&home.join("nbd.sock"));
         (daemon, client)
@@ -462,10 +465,8 @@ fn a_daemon_archives_its_log() {
 fn start_synchronous(home: &Path, url: &str) -> (Daemon, RawClient) {
     // Only a FLUSH makes the push send something.
     let options = format!("archive={url},archive-interval=1h,archive-sync=on");
-    let mut command = Command::new(program());
-    command.args(["serve", "nbd", "--control", "ctl", "--disk"]);
-    command.arg(format!("path=disk.img,socket=nbd.sock,{options}"));
-    with_keys(&mut command);
+    let spec = format!("path=disk.img,socket=nbd.sock,{options}");
+    let mut command = serve_nbd(Command::new(program()), &spec);
     let daemon = Daemon::start_as(home, &mut command, 1);
     let client = RawClient::extended(&home.join("nbd.sock"));
     (daemon, client)
@@ -648,12 +649,7 @@ fn with_archive_limit_writes_wait_and_the_archive_gets_no_hole() {
         let archive = format!("archive={url},archive-interval=50ms,archive-limit=1M");
         format!("path=disk.img,socket=nbd.sock,{archive},retain={retain}")
     };
-    let serve = |retain| {
-        let mut command = foreign(&home, program());
-        command.args(["serve", "nbd", "--control", "ctl", "--disk", &spec(retain)]);
-        with_keys(&mut command);
-        command
-    };
+    let serve = |retain| serve_nbd(foreign(&home, program()), &spec(retain));
     let refused = text(&output(&mut serve("off")).stderr);
     assert!(refused.contains("set retain=1h, for example"), "{refused}");
     let daemon = Daemon::start_as(&home, &mut serve("1h"), 1);
