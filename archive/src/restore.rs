@@ -12,7 +12,7 @@ use std::path::{Path, PathBuf};
 
 use serde::{Deserialize, Serialize};
 use walvisor_storage::{
-    AssembledLog, Commit, LogParts, LogRoot, PieceChecker, Point, cut_piece, rewind_disk,
+    AssembledLog, Commit, FetchMap, LogParts, LogRoot, PieceChecker, Point, cut_piece, rewind_disk,
     write_segment,
 };
 
@@ -64,7 +64,7 @@ pub(crate) type TakePiece<'a> = &'a mut dyn FnMut(u64, u64, &[u8]) -> Result<()>
 pub(crate) struct Plan<'a> {
     archive: &'a Archive,
     /// Keeps what is needed from expiring.
-    lease: Option<Lease<'a>>,
+    pub lease: Option<Lease<'a>>,
     pub line: Lineage,
     pub base: BaseHeader,
     pub root: LogRoot,
@@ -73,11 +73,24 @@ pub(crate) struct Plan<'a> {
 
 /// How far a restore is that was ended before its end.
 #[derive(Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
-struct Note {
+pub(crate) struct Note {
     archive: String,
-    base: Option<ObjectId>,
+    pub base: Option<ObjectId>,
     /// For each image, the chunks that are there.
-    chunks: Vec<usize>,
+    pub chunks: Vec<usize>,
+    /// What the log was restored to, if it is complete and the disks may be in use; the images have
+    /// [fetch maps](FetchMap) then.
+    #[serde(default)]
+    pub ready: Option<ReadyLog>,
+}
+
+/// A log that is complete although chunks of the images are still to be fetched.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub(crate) struct ReadyLog {
+    /// The point that was asked for.
+    pub at: String,
+    pub commit: object::Moment,
+    pub log_bytes: u64,
 }
 
 /// Restores all disks of the archived log, and the log, to a new directory: as of `at`, and with
@@ -97,7 +110,10 @@ pub fn restore(
     let plan = archive.block_on(Plan::find(archive, at))?;
     let mut note = begin(archive, dir, &plan)?;
     let images = image_paths(dir, &plan.base.images);
-    let log_dir = log_dir_of(dir, &images);
+    // Those of a restore that was to serve, and was ended before it could.
+    for image in &images {
+        remove_if_there(&FetchMap::path_of(image))?;
+    }
     let total: u64 = plan.base.images.iter().map(|image| image.bytes).sum();
     let (mut passed, mut chunks) = (0, 0);
     for (i, (image, path)) in plan.base.images.iter().zip(&images).enumerate() {
@@ -127,40 +143,10 @@ pub fn restore(
         note.chunks[i] = image.chunks.len();
         note.write(dir)?;
     }
-    let segment_size = plan.root.segment_size();
-    clear_log(&log_dir)?;
-    let mut slots: HashMap<u64, u32> = HashMap::new();
-    let log = plan.read_log(&mut |sequence, offset, bytes| {
-        let new = slots.len() as u32;
-        let slot = *slots.entry(sequence).or_insert(new);
-        Ok(write_segment(&log_dir, slot, segment_size, offset, bytes)?)
-    })?;
-    let ids = plan.base.images.iter().map(|image| image.disk_id);
-    let copies: Vec<(u32, PathBuf)> = ids.zip(images.iter().cloned()).collect();
-    let parts = LogParts {
-        roots: &log.roots,
-        images_lsn: plan.base.images_lsn,
-        first_sequence: plan.base.first_sequence,
-        segments: slots.len() as u32,
-        last: log.last,
-        until: log.until.0,
-        until_us: log.until.1,
-        images: &copies,
-    };
-    AssembledLog::new(&log_dir, &parts)?.create()?;
-    // A batch comes as a whole; the point may be inside.
-    if let Point::Lsn(lsn) = log.at
-        && lsn < log.last.lsn
-    {
-        for path in &images {
-            rewind_disk(path, &log_dir, Point::Lsn(lsn))?;
-        }
-    }
-    let note = dir.join(NOTE);
-    let removed = fs::remove_file(&note);
-    removed.map_err(|error| Error::local("remove", &note, error))?;
+    let report = plan.build_log(dir, &images, chunks)?;
+    Note::remove(dir)?;
     progress(total, total);
-    Ok(plan.done(&log, log_dir, images, chunks))
+    Ok(report)
 }
 
 /// Fetches everything that a restore as of `at` fetches, and checks all of it: each chunk, each
@@ -387,6 +373,47 @@ impl<'a> Plan<'a> {
         Ok(log)
     }
 
+    /// Makes the log beside the images, whose chunks may still be absent: its segments, its control
+    /// file, and the disks as of the point. `chunks`: as in the report.
+    pub(crate) fn build_log(
+        &self,
+        dir: &Path,
+        images: &[PathBuf],
+        chunks: u64,
+    ) -> Result<RestoreReport> {
+        let log_dir = log_dir_of(dir, images);
+        let segment_size = self.root.segment_size();
+        clear_log(&log_dir)?;
+        let mut slots: HashMap<u64, u32> = HashMap::new();
+        let log = self.read_log(&mut |sequence, offset, bytes| {
+            let new = slots.len() as u32;
+            let slot = *slots.entry(sequence).or_insert(new);
+            Ok(write_segment(&log_dir, slot, segment_size, offset, bytes)?)
+        })?;
+        let ids = self.base.images.iter().map(|image| image.disk_id);
+        let copies: Vec<(u32, PathBuf)> = ids.zip(images.iter().cloned()).collect();
+        let parts = LogParts {
+            roots: &log.roots,
+            images_lsn: self.base.images_lsn,
+            first_sequence: self.base.first_sequence,
+            segments: slots.len() as u32,
+            last: log.last,
+            until: log.until.0,
+            until_us: log.until.1,
+            images: &copies,
+        };
+        AssembledLog::new(&log_dir, &parts)?.create()?;
+        // A batch comes as a whole; the point may be inside.
+        if let Point::Lsn(lsn) = log.at
+            && lsn < log.last.lsn
+        {
+            for path in images {
+                rewind_disk(path, &log_dir, Point::Lsn(lsn))?;
+            }
+        }
+        Ok(self.done(&log, log_dir, images.to_vec(), chunks))
+    }
+
     fn done(
         &self,
         log: &LogReader,
@@ -461,18 +488,28 @@ pub(crate) async fn fetch_chunk(
 }
 
 /// Makes the directory, or finds what an earlier restore has left in it.
-fn begin(archive: &Archive, dir: &Path, plan: &Plan) -> Result<Note> {
+pub(crate) fn begin(archive: &Archive, dir: &Path, plan: &Plan) -> Result<Note> {
     let made = fs::create_dir_all(dir);
     made.map_err(|error| Error::local("make the directory", dir, error))?;
     let fresh = Note {
         archive: archive.shown().to_owned(),
         base: Some(plan.base.at),
         chunks: vec![0; plan.base.images.len()],
+        ready: None,
     };
-    let path = dir.join(NOTE);
-    let noted = fs::read(&path).ok();
-    let noted: Option<Note> = noted.and_then(|text| serde_json::from_slice(&text).ok());
-    match noted {
+    match Note::read(dir) {
+        Some(Note {
+            ready: Some(ready), ..
+        }) => {
+            let (dir, at) = (dir.display(), ready.at);
+            return Err(Error::new(
+                ErrorKind::InvalidInput,
+                format!(
+                    "{dir}: its disks may be in use, by a restore to {at}; go on with that one \
+                     (--serve --at {at}, from the same archive), or name another directory"
+                ),
+            ));
+        }
         Some(note)
             if (&note.archive, note.base) == (&fresh.archive, fresh.base)
                 && note.chunks.len() == fresh.chunks.len() =>
@@ -501,8 +538,33 @@ pub(crate) fn refuse_occupied(dir: &Path) -> Result<()> {
 }
 
 impl Note {
-    fn write(&self, dir: &Path) -> Result<()> {
+    /// The note of a restore in a directory.
+    pub(crate) fn read(dir: &Path) -> Option<Self> {
+        let text = fs::read(dir.join(NOTE)).ok()?;
+        serde_json::from_slice(&text).ok()
+    }
+
+    /// Whether it is of a restore from this archive.
+    pub(crate) fn is_from(&self, archive: &Archive) -> bool {
+        self.archive == archive.shown()
+    }
+
+    pub(crate) fn write(&self, dir: &Path) -> Result<()> {
         write_note(dir, NOTE, self)
+    }
+
+    /// The restore has ended.
+    pub(crate) fn remove(dir: &Path) -> Result<()> {
+        remove_if_there(&dir.join(NOTE))
+    }
+}
+
+fn remove_if_there(path: &Path) -> Result<()> {
+    match fs::remove_file(path) {
+        Err(error) if error.kind() != std::io::ErrorKind::NotFound => {
+            Err(Error::local("remove", path, error))
+        }
+        _ => Ok(()),
     }
 }
 
@@ -523,20 +585,19 @@ pub(crate) fn write_note(dir: &Path, name: &str, note: &impl Serialize) -> Resul
 /// Where the images go: the names they had, made different where two are the same.
 pub(crate) fn image_paths(dir: &Path, images: &[BaseImage]) -> Vec<PathBuf> {
     let mut taken = vec![NOTE.to_owned(), REPLICA_NOTE.to_owned()];
+    // The image, and what may be beside it.
+    let names = |name: &str| ["", ".wal", ".fetch", ".fetch.new"].map(|end| format!("{name}{end}"));
     let paths = images.iter().map(|image| {
         // A name from the store must not lead out of the directory.
         let plain = Path::new(&image.name).file_name();
         let plain = plain.map_or("disk".into(), |name| name.to_string_lossy().into_owned());
         let mut name = plain.clone();
         let mut number = image.disk_id;
-        while taken
-            .iter()
-            .any(|other| *other == name || *other == format!("{name}.wal"))
-        {
+        while names(&name).iter().any(|name| taken.contains(name)) {
             name = format!("{number}-{plain}");
             number += 1;
         }
-        taken.extend([name.clone(), format!("{name}.wal")]);
+        taken.extend(names(&name));
         dir.join(name)
     });
     paths.collect()
@@ -593,10 +654,18 @@ mod tests {
             image(3, "../../etc/passwd"),
             image(4, ".."),
             image(5, "a.img.wal"),
+            image(6, "disk.fetch"),
         ];
         let dir = Path::new("/d");
         let paths = image_paths(dir, &images);
-        let wanted = ["a.img", "2-a.img", "passwd", "disk", "5-a.img.wal"];
+        let wanted = [
+            "a.img",
+            "2-a.img",
+            "passwd",
+            "disk",
+            "5-a.img.wal",
+            "6-disk.fetch",
+        ];
         assert_eq!(paths, wanted.map(|name| dir.join(name)));
         assert_eq!(log_dir_of(dir, &paths), dir.join("log"));
         assert_eq!(log_dir_of(dir, &paths[..1]), dir.join("a.img.wal"));

@@ -101,6 +101,7 @@ pub use {
     log::replica::{LogReplica, ReplicaCall, ReplicaOptions},
     log::sharing::{SyncPartner, SyncSharing},
     medium::engine::EngineKind,
+    medium::fetch_map::FetchMap,
     medium::io_ring::prepare_rings,
     medium::pace::Pace,
     offline::changes::{ChangedRange, Changes, disk_changes},

@@ -27,6 +27,8 @@ use landlock::{
     Ruleset, RulesetAttr, RulesetCreated, RulesetCreatedAttr, RulesetError, RulesetStatus, Scope,
 };
 
+use walvisor_storage::FetchMap;
+
 use crate::disk_spec::{BackendKind, DiskSpec};
 
 /// Whether the process gives up the files and ports that it does not need.
@@ -181,6 +183,11 @@ impl AllowedPaths {
     fn image(&mut self, path: &Path) {
         let rights = AccessFs::ReadFile | AccessFs::WriteFile | AccessFs::Truncate;
         self.rules.push((path.to_owned(), rights));
+        // A restore that is not done with the image tells there what it has.
+        let map = FetchMap::path_of(path);
+        if map.exists() {
+            self.rules.push((map, rights));
+        }
     }
 
     fn log(&mut self, path: &Path) {

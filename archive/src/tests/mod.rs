@@ -3,6 +3,7 @@
 mod faulty;
 mod follow;
 mod history;
+mod serving;
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;

@@ -52,7 +52,8 @@ impl Image {
             return Err(unanswered());
         }
         // Only the host's files may not answer.
-        let here = self.file.host().is_none() || cfg!(feature = "shuttle");
+        let hosted = self.file.host().is_some() || self.file.fetch().is_some();
+        let here = !hosted || cfg!(feature = "shuttle");
         Ok(self.thread.begin(here, operation))
     }
 

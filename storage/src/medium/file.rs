@@ -29,6 +29,7 @@ use crate::error::{Error, Result, invalid};
 use crate::medium::checksum::ChecksumTable;
 use crate::medium::host;
 use crate::medium::mark::{ImageMark, Inode};
+use crate::medium::partial_file::Fetch;
 use crate::sync::atomic::{AtomicBool, Ordering};
 use crate::sync::{Arc, RwLock};
 use crate::{Buffer, SharedBuffer};
@@ -46,6 +47,10 @@ pub(crate) trait ReadFile: Send + Sync + std::fmt::Debug {
 
 /// The store's operations on a file that holds data: a segment, the control file, a base image.
 pub(crate) trait DataFile: ReadFile {
+    /// The fetching of an image that lacks chunks; `None`: the file has everything.
+    fn fetch(&self) -> Option<&Arc<Fetch>> {
+        None
+    }
     /// Writes all of `bytes` at `offset`.
     fn write_all_at(&self, bytes: &[u8], offset: u64) -> io::Result<()>;
     /// Writes `slices`, or a part of them, contiguously at `offset`; returns how many bytes.

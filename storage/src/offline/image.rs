@@ -10,11 +10,13 @@ use crate::catalog::identity::Identity;
 use crate::catalog::options::ImageFormat;
 use crate::error::{Error, ErrorKind, Result, invalid};
 use crate::index::allocation::{LIMIT, file_extents};
+use crate::medium::fetch_map::FetchMap;
 use crate::medium::file::DataFile;
-use crate::medium::filesystem::{OpenMode, PathKind, files};
+use crate::medium::filesystem::{OpenMode, PathKind, files, is_simulated};
 use crate::medium::host;
 use crate::medium::lock::{self, Access, Holder};
 use crate::medium::mark::{ImageMark, hex};
+use crate::medium::partial_file::PartialFile;
 use crate::offline::other_format::refuse_other_format;
 use crate::sync::Arc;
 use crate::{Extent, SECTOR_SIZE};
@@ -49,6 +51,7 @@ impl Image {
     /// As [`open`](Self::open).
     pub fn open_as(path: &Path, read_only: bool, format: ImageFormat) -> Result<Self> {
         let file = open_file(path, !read_only)?;
+        FetchMap::refuse(path)?;
         let mark = Identity::of(&file, path)?.mark;
         if let Some(ImageMark {
             open: true, disk, ..
@@ -165,13 +168,12 @@ pub(crate) fn open_base(path: &Path, access: Access, in_log: bool) -> Result<Box
             Holder::User
         }
     };
-    lock::open_store_file(
-        path,
-        OPEN,
-        access.open_mode(OpenMode::Direct),
-        access,
-        holder,
-    )
+    let how = access.open_mode(OpenMode::Direct);
+    let file = lock::open_store_file(path, OPEN, how, access, holder)?;
+    if is_simulated() {
+        return Ok(file);
+    }
+    PartialFile::over(file, path)
 }
 
 /// What is at an image's path. Refuses what can't be an image.

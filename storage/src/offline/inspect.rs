@@ -107,6 +107,8 @@ pub struct DiskReport {
     pub marked: bool,
     /// Bytes that the image lacks because it failed, and that are in a spill file beside the log.
     pub spilled: u64,
+    /// Bytes of the chunks that a restore has not fetched yet.
+    pub unfetched: u64,
     /// The log; `None` for a raw image that has none.
     pub log: Option<LogReport>,
 }
@@ -156,7 +158,10 @@ pub fn inspect_with_progress(
     let metadata = base.file.host().map(File::metadata).transpose();
     let metadata = metadata.map_err(|error| Error::io("read its metadata", path, error))?;
     let (size, marked) = (base.size, base.identity.mark.is_some());
-    let allocated = metadata.map_or(size, |metadata| metadata.blocks() * 512);
+    let unfetched = base.file.fetch().map_or(0, |fetch| fetch.absent_bytes());
+    let allocated = metadata.map_or(size.saturating_sub(unfetched), |metadata| {
+        metadata.blocks() * 512
+    });
     let Some(control) = control else {
         base.refuse_foreign(log_dir)?;
         return Ok(DiskReport {
@@ -164,6 +169,7 @@ pub fn inspect_with_progress(
             allocated,
             marked,
             spilled: 0,
+            unfetched,
             log: None,
         });
     };
@@ -246,6 +252,7 @@ pub fn inspect_with_progress(
         allocated,
         marked,
         spilled,
+        unfetched,
         log: Some(log),
     })
 }

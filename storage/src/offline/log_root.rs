@@ -13,6 +13,7 @@ use crate::catalog::snapshot::Snapshot;
 use crate::error::{Error, ErrorKind, Result, invalid};
 use crate::format::{CONTROL_SLOT, Control, DecodeResult, RewindEntry, SAMPLES, Sample};
 use crate::log::commit::Commit;
+use crate::medium::fetch_map::FetchMap;
 use crate::medium::file::{DataFile, Segment};
 use crate::medium::filesystem::{self, OWNER, OpenMode, files};
 use crate::medium::holes::DataRanges;
@@ -214,6 +215,7 @@ impl ImageReader {
     /// If it can't be opened, or has fewer bytes than its disk.
     pub fn open(image: &RootImage) -> Result<Self> {
         let path = image.path.clone();
+        FetchMap::refuse(&path)?;
         let file = files().open(&path, OpenMode::ReadDirect);
         let file = file.map_err(|error| Error::io("open the base image", &path, error))?;
         let len = file.len();

@@ -18,6 +18,7 @@ use crate::catalog::identity::written;
 use crate::catalog::options::{Resize, check_size};
 use crate::catalog::snapshot::Snapshot;
 use crate::error::{Error, ErrorKind, Result, invalid};
+use crate::medium::fetch_map::FetchMap;
 use crate::medium::file::set_size;
 use crate::medium::lock::Access;
 use crate::mutant::{Mutant, planted};
@@ -57,6 +58,10 @@ fn resize(
 ) -> Result<Resize> {
     check_size(path, size)?;
     let view = View::open(path, log_dir, Access::Write, None)?;
+    if size < view.size {
+        // What it cuts off would be fetched again.
+        FetchMap::refuse(path)?;
+    }
     if let Some((control, _)) = view.log.as_ref().filter(|_| size < view.size) {
         let what = format!("everything after byte {size} would be cut off");
         Snapshot::refuse_loss(&control.control, path, &what)?;

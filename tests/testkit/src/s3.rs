@@ -30,6 +30,8 @@ struct State {
     one_in: AtomicU64,
     faults: AtomicU64,
     delay_us: AtomicU64,
+    /// What the names have of the objects that come late.
+    delayed: Mutex<&'static str>,
     ended: AtomicBool,
 }
 
@@ -55,6 +57,7 @@ impl S3 {
             one_in: 0.into(),
             faults: 0.into(),
             delay_us: 0.into(),
+            delayed: Mutex::default(),
             ended: false.into(),
         });
         let shared = state.clone();
@@ -89,6 +92,12 @@ impl S3 {
 
     /// From now on, each answer comes so much later, as if the server were far away.
     pub fn delay(&self, delay: Duration) {
+        self.delay_of("", delay);
+    }
+
+    /// As [`delay`](Self::delay), but only for objects with `part` in their names.
+    pub fn delay_of(&self, part: &'static str, delay: Duration) {
+        *self.state.delayed.lock().unwrap() = part;
         let delay = delay.as_micros() as u64;
         self.state.delay_us.store(delay, Ordering::SeqCst);
     }
@@ -107,7 +116,9 @@ fn serve(state: &State, stream: &TcpStream) {
     let mut reader = BufReader::new(stream);
     while let Ok(Some(request)) = read(&mut reader) {
         let delay = state.delay_us.load(Ordering::SeqCst);
-        std::thread::sleep(Duration::from_micros(delay));
+        if request.key.contains(*state.delayed.lock().unwrap()) {
+            std::thread::sleep(Duration::from_micros(delay));
+        }
         let one_in = state.one_in.load(Ordering::SeqCst);
         let fault = (one_in > 0).then(|| {
             let mut random = state.random.lock().unwrap();

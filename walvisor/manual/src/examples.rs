@@ -122,9 +122,10 @@ pub fn of(page: &str) -> &'static [&'static str] {
             "walvisor archive push disk.img.wal file:///mnt/backup/vm1",
         ],
         "walvisor-archive-status" => &["walvisor archive status s3://bucket/vm1"],
-        "walvisor-archive-restore" => {
-            &["walvisor archive restore s3://bucket/vm1 back --at time:2026-11-27T12:03:00Z"]
-        }
+        "walvisor-archive-restore" => &[
+            "walvisor archive restore s3://bucket/vm1 back --at time:2026-11-27T12:03:00Z",
+            "walvisor archive restore s3://bucket/vm1 back --serve",
+        ],
         "walvisor-archive-follow" => &["walvisor archive follow s3://bucket/vm1 /srv/vm1"],
         "walvisor-archive-promote" => &["walvisor archive promote s3://bucket/vm1 /srv/vm1"],
         "walvisor-archive-verify" => &["walvisor archive verify s3://bucket/vm1"],

@@ -13,7 +13,8 @@ use rustix::io::Errno;
 use serde_json::{Value, json};
 use walvisor_archive::{
     Archive, ArchiveUrl, ErrorKind, ExpireOptions, ExpireReport, Replica, ReplicaState,
-    RestoreReport, RestoredDisk, Tick, UploadOptions, Uploader, expire, restore, survey, verify,
+    RestoreReport, RestoredDisk, Tick, UploadOptions, Uploader, expire, restore, serve, survey,
+    verify,
 };
 use walvisor_storage::{Commit, LogRoot, Point};
 use walvisor_vmm::seccomp::{self, Seccomp, SyscallProfile};
@@ -101,6 +102,11 @@ enum ArchiveAction {
         dir: PathBuf,
         #[command(flatten)]
         at: PointArgument,
+        /// Let the disks be used as soon as the log is there, and fetch what their requests wait
+        /// for before the rest. Keep this running until it ends: without it, what was not fetched
+        /// can't be read.
+        #[arg(long)]
+        serve: bool,
         #[command(flatten)]
         confined: Confinement,
         /// Print JSON.
@@ -306,10 +312,14 @@ pub fn run(arguments: &ArchiveArguments) -> Result<(), CommandError> {
             url,
             dir,
             at,
+            serve,
             confined,
             json,
         } => {
             let archive = opened(url, Some(dir), true, confined)?;
+            if *serve {
+                return restore_serving(&archive, dir, at.at, *json);
+            }
             let done = with_bar("restoring", |progress| {
                 restore(&archive, dir, at.at, progress)
             })?;
@@ -876,6 +886,33 @@ fn status(archive: &Archive, json: bool) -> Result<(), CommandError> {
                 images.collect::<Vec<_>>().join(", ")
             ));
         }
+    }
+    Ok(())
+}
+
+/// Restores disks that are in use meanwhile.
+fn restore_serving(
+    archive: &Archive,
+    dir: &Path,
+    at: Point,
+    json: bool,
+) -> Result<(), CommandError> {
+    let done = with_bar("fetching", |progress| {
+        serve(
+            archive,
+            dir,
+            at,
+            |done| report_restored(done, json),
+            progress,
+        )
+    })?;
+    if json {
+        print(format_args!(
+            "{}\n",
+            json!({ "fetched_chunks": done.chunks })
+        ));
+    } else {
+        print(format_args!("the images are complete\n"));
     }
     Ok(())
 }

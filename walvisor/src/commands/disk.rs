@@ -197,6 +197,12 @@ fn info(disk: &DiskPath, json: bool) -> Result<(), CommandError> {
         human_size(report.size),
         human_size(report.allocated)
     );
+    if report.unfetched > 0 {
+        say!(
+            "lacks      {}, which 'walvisor archive restore' is to fetch",
+            human_size(report.unfetched)
+        );
+    }
     if report.spilled > 0 {
         say!(
             "lacks      {}, which a spill file beside the log has: the image could not be written",
@@ -462,6 +468,7 @@ fn to_json(path: &Path, log_dir: &Path, report: &DiskReport) -> serde_json::Valu
         "size_bytes": report.size,
         "allocated_bytes": report.allocated,
         "spilled_bytes": report.spilled,
+        "unfetched_bytes": report.unfetched,
         "marked": report.marked,
         "clean": clean,
         "log": log,

@@ -1,6 +1,7 @@
 //! `walvisor archive`: a log that goes to a store over HTTP, a host that dies, disks that come back
 //! elsewhere.
 
+mod serving;
 mod versitygw;
 
 use std::fs;

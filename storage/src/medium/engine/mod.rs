@@ -3,6 +3,7 @@
 //! ```text
 //!   port, copy ──submit──▶ Engine ──▶ io_uring, if the kernel has it               (uring.rs)
 //!     ▲                          └──▶ else reads inline, and a thread with pwritev2  (blocking.rs)
+//!     │                          └──▶ an image that lacks chunks: kept until they are there (gated.rs)
 //!     └──── poll ◀── event descriptor
 //!
 //!   the log's appends ─────▶ system calls in the thread that needs them            (medium/file.rs)
@@ -11,6 +12,7 @@
 //! it.
 
 mod blocking;
+mod gated;
 #[cfg(test)]
 pub(crate) mod inline;
 mod uring;
@@ -51,13 +53,18 @@ pub(crate) fn probe(kind: EngineKind) -> io::Result<EngineKind> {
 /// Makes an engine of a probed kind that signals `event`. If there is no ring for it, it uses
 /// blocking calls.
 pub(crate) fn create(kind: EngineKind, event: &Event) -> io::Result<Box<dyn Engine>> {
-    if kind != EngineKind::Blocking
-        && let Ok(engine) = uring::UringEngine::new(event)
-    {
-        return Ok(Box::new(engine));
-    }
-    let engine = blocking::BlockingEngine::new(event.try_clone()?);
-    Ok(Box::new(engine))
+    let ring = match kind {
+        EngineKind::Blocking => None,
+        _ => uring::UringEngine::new(event).ok(),
+    };
+    let engine: Box<dyn Engine> = match ring {
+        Some(ring) => Box::new(ring),
+        None => Box::new(blocking::BlockingEngine::new(event.try_clone()?)),
+    };
+    Ok(Box::new(gated::GatedEngine::new(
+        engine,
+        event.try_clone()?,
+    )))
 }
 
 #[cfg(test)]

@@ -1,0 +1,432 @@
+//! Bringing a log back while its disks are in use already.
+//!
+//! ```text
+//!   fetch maps ─▶ the log, whole ─▶ ready ─▶ chunks of the images: those that requests wait for,
+//!                                            then those behind them
+//! ```
+//! The disks' owner, another process, asks for chunks by the images' [`FetchMap`]s.
+
+use std::collections::{HashMap, HashSet};
+use std::fs::File;
+use std::os::unix::fs::FileExt;
+use std::path::{Path, PathBuf};
+use std::pin::pin;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::thread;
+use std::time::Duration;
+
+use futures_util::StreamExt;
+use futures_util::future::{Either, select};
+use futures_util::stream::FuturesUnordered;
+use tokio::sync::Notify;
+use walvisor_storage::{FetchMap, Point};
+
+use crate::error::{Error, ErrorKind, Result};
+use crate::expire::Lease;
+use crate::lineage::read_base;
+use crate::object::{BaseHeader, BaseImage};
+use crate::remote::{AT_ONCE, Archive};
+use crate::restore::{
+    Note, Plan, Progress, ReadyLog, RestoreReport, RestoredDisk, begin, fetch_chunk, image_paths,
+    log_dir_of, new_file,
+};
+
+/// Chunks that are written to an image before it is synced for them, unless a request waits.
+const UNSYNCED: usize = 8;
+/// How often the disks' owner gets a sign of life.
+const BEAT: Duration = Duration::from_millis(500);
+/// How long to wait before a chunk is asked for again that the store did not send: at first, and at
+/// most.
+const FIRST_PAUSE: Duration = Duration::from_millis(if cfg!(test) { 1 } else { 500 });
+const LONGEST_PAUSE: Duration = Duration::from_millis(if cfg!(test) { 20 } else { 10_000 });
+/// How often a chunk is asked for that is missing or wrong: it may be the answer that is wrong.
+const TRIES: u32 = 5;
+
+/// Restores as [`restore`](crate::restore) does, but the log first. `ready` is called once it is
+/// there: from then on the disks can be opened, read and written, while this goes on to fetch the
+/// images, and first what requests wait for. A store that does not answer is asked again, for as
+/// long as it takes. If this is ended, requests for what was not fetched fail, until another call
+/// with the same arguments goes on.
+///
+/// # Errors
+/// As [`restore`](crate::restore). [`ErrorKind::Damaged`] also if chunks are missing or wrong: all
+/// others are fetched first, and requests for these fail. [`ErrorKind::InUse`] if another process
+/// fetches to this directory.
+pub fn serve(
+    archive: &Archive,
+    dir: &Path,
+    at: Point,
+    ready: impl FnOnce(&RestoreReport) + Send,
+    progress: Progress<'_>,
+) -> Result<RestoreReport> {
+    if let Some(serving) = Serving::resume(archive, dir, &at)? {
+        return serving.run(ready, progress);
+    }
+    let plan = archive.block_on(Plan::find(archive, at))?;
+    let mut note = begin(archive, dir, &plan)?;
+    let paths = image_paths(dir, &plan.base.images);
+    for ((image, path), done) in plan.base.images.iter().zip(&paths).zip(&note.chunks) {
+        new_file(path, image.bytes)?;
+        let has =
+            |chunk: usize| chunk < *done || image.chunks.get(chunk).is_none_or(Option::is_none);
+        FetchMap::create(path, image.bytes, plan.base.chunk_bytes, has)?;
+    }
+    let fetcher = Fetcher::new(archive, plan.lease.as_ref(), &plan.base, &paths)?;
+    fetcher.run(dir, progress, || {
+        let report = plan.build_log(dir, &paths, 0)?;
+        note.ready = Some(ReadyLog {
+            at: at.to_string(),
+            commit: report.commit.into(),
+            log_bytes: report.log_bytes,
+        });
+        note.write(dir)?;
+        ready(&report);
+        Ok(report)
+    })
+}
+
+/// A restore whose disks may be in use, and which was ended before it had all chunks.
+struct Serving<'a> {
+    archive: &'a Archive,
+    dir: PathBuf,
+    base: BaseHeader,
+    lease: Option<Lease<'a>>,
+    ready: ReadyLog,
+}
+
+impl<'a> Serving<'a> {
+    /// The restore of this kind in a directory, from this archive and to this point.
+    ///
+    /// # Errors
+    /// If the archive can't be read.
+    fn resume(archive: &'a Archive, dir: &Path, at: &Point) -> Result<Option<Self>> {
+        let note = Note::read(dir).filter(|note| note.is_from(archive));
+        let Some(Note {
+            base: Some(base),
+            ready: Some(ready),
+            ..
+        }) = note
+        else {
+            return Ok(None);
+        };
+        if ready.at != at.to_string() {
+            return Ok(None);
+        }
+        let (base, lease) = archive.block_on(async {
+            let (header, _) = read_base(archive, base).await?;
+            Ok::<_, Error>((header, Lease::take(archive, base).await?))
+        })?;
+        Ok(Some(Self {
+            archive,
+            dir: dir.to_owned(),
+            base,
+            lease,
+            ready,
+        }))
+    }
+
+    /// Fetches what is left. `ready` is called at once.
+    fn run(
+        self,
+        ready: impl FnOnce(&RestoreReport) + Send,
+        progress: Progress<'_>,
+    ) -> Result<RestoreReport> {
+        let paths = image_paths(&self.dir, &self.base.images);
+        let disks = paths.iter().zip(&self.base.images);
+        let report = RestoreReport {
+            commit: self.ready.commit.into(),
+            log_dir: log_dir_of(&self.dir, &paths),
+            disks: disks
+                .map(|(path, image)| RestoredDisk {
+                    path: path.clone(),
+                    bytes: image.bytes,
+                })
+                .collect(),
+            log_bytes: self.ready.log_bytes,
+            chunks: 0,
+        };
+        let fetcher = Fetcher::new(self.archive, self.lease.as_ref(), &self.base, &paths)?;
+        fetcher.run(&self.dir, progress, || {
+            ready(&report);
+            Ok(report)
+        })
+    }
+}
+
+/// Fetches the chunks that the images lack.
+struct Fetcher<'a> {
+    archive: &'a Archive,
+    /// Keeps the chunks from expiring.
+    lease: Option<&'a Lease<'a>>,
+    base: &'a BaseHeader,
+    images: Vec<PartialImage<'a>>,
+    /// Chunks are fetched for which no request waits.
+    unasked: AtomicBool,
+    stops: AtomicBool,
+    /// One of these has changed, or a request waits for a chunk.
+    changed: Notify,
+}
+
+/// An image that lacks chunks.
+struct PartialImage<'a> {
+    image: &'a BaseImage,
+    path: &'a Path,
+    file: File,
+    map: FetchMap,
+}
+
+/// A chunk: the number of its image, and its own there.
+type ChunkId = (usize, usize);
+
+impl<'a> Fetcher<'a> {
+    /// For the images that have a fetch map.
+    ///
+    /// # Errors
+    /// [`ErrorKind::InUse`] if another process fetches; if an image can't be opened.
+    fn new(
+        archive: &'a Archive,
+        lease: Option<&'a Lease<'a>>,
+        base: &'a BaseHeader,
+        paths: &'a [PathBuf],
+    ) -> Result<Self> {
+        let mut images = Vec::new();
+        for (image, path) in base.images.iter().zip(paths) {
+            let Some(map) = FetchMap::open(path)? else {
+                continue;
+            };
+            if !map.lock()? {
+                let path = path.display();
+                let message = format!("{path}: another restore is fetching it; wait for that one");
+                return Err(Error::new(ErrorKind::InUse, message));
+            }
+            map.resume()?;
+            let file = File::options().write(true).open(path);
+            images.push(PartialImage {
+                image,
+                path,
+                file: file.map_err(|error| Error::local("open the image", path, error))?,
+                map,
+            });
+        }
+        Ok(Self {
+            archive,
+            lease,
+            base,
+            images,
+            unasked: AtomicBool::new(false),
+            stops: AtomicBool::new(false),
+            changed: Notify::new(),
+        })
+    }
+
+    /// Fetches the chunks, those that requests wait for while `build` makes the log, and then all.
+    /// Ends the restore in `dir`.
+    fn run(
+        self,
+        dir: &Path,
+        progress: Progress<'_>,
+        build: impl FnOnce() -> Result<RestoreReport> + Send,
+    ) -> Result<RestoreReport> {
+        let (built, fetched) = thread::scope(|scope| {
+            for image in &self.images {
+                scope.spawn(|| self.watch(image));
+            }
+            let builder = scope.spawn(|| {
+                let built = build();
+                let next = if built.is_ok() {
+                    &self.unasked
+                } else {
+                    &self.stops
+                };
+                next.store(true, Ordering::Release);
+                self.changed.notify_one();
+                built
+            });
+            let fetch = Lease::during(self.lease, self.fetch(progress));
+            let fetched = self.archive.block_on(fetch);
+            self.stops.store(true, Ordering::Release);
+            (builder.join(), fetched)
+        });
+        let mut report = built.unwrap_or_else(|panic| std::panic::resume_unwind(panic))?;
+        report.chunks = fetched?;
+        for image in self.images {
+            image.map.remove()?;
+        }
+        Note::remove(dir)?;
+        Ok(report)
+    }
+
+    /// Tells the owner of an image's disk that somebody fetches, and passes on what it asks for.
+    fn watch(&self, image: &PartialImage<'_>) {
+        let mut seen = image.map.asks();
+        while !self.stops.load(Ordering::Acquire) {
+            image.map.beat();
+            image.map.wait_for_ask(seen, BEAT);
+            let asks = image.map.asks();
+            if asks != seen {
+                seen = asks;
+                self.changed.notify_one();
+            }
+        }
+    }
+
+    /// Fetches chunks until no image lacks any. Returns how many.
+    async fn fetch(&self, progress: Progress<'_>) -> Result<u64> {
+        let total = self.base.images.iter().map(|image| image.bytes).sum();
+        let mut passed = total - self.absent_bytes();
+        progress(passed, total);
+        let mut requests = FuturesUnordered::new();
+        // Those that are not usable yet, although somebody is at it; of these, those in the image.
+        let (mut started, mut written) = (HashSet::new(), Vec::new());
+        let (mut cursor, mut pause) = ((0, 0), FIRST_PAUSE);
+        let (mut fetched, mut lost) = (0, Vec::new());
+        let mut damaged: HashMap<ChunkId, u32> = HashMap::new();
+        while !self.stops.load(Ordering::Acquire) {
+            let asked = self.asked();
+            let waited_for = written.iter().any(|chunk| asked.contains(chunk));
+            if waited_for || written.len() >= UNSYNCED || requests.is_empty() {
+                passed += self.settle(&written)?;
+                progress(passed, total);
+                for chunk in written.drain(..) {
+                    started.remove(&chunk);
+                }
+            }
+            for chunk in asked {
+                if requests.len() < 2 * AT_ONCE && self.lacks(chunk) && started.insert(chunk) {
+                    requests.push(self.request(chunk, Duration::ZERO));
+                    cursor = chunk;
+                }
+            }
+            let unasked = self.unasked.load(Ordering::Acquire);
+            while unasked && requests.len() < AT_ONCE {
+                let Some(chunk) = self.next_absent(cursor, &started) else {
+                    break;
+                };
+                requests.push(self.request(chunk, Duration::ZERO));
+                started.insert(chunk);
+                cursor = chunk;
+            }
+            if requests.is_empty() {
+                if unasked {
+                    break;
+                }
+                self.changed.notified().await;
+                continue;
+            }
+            let changed = pin!(self.changed.notified());
+            let Either::Left((Some((chunk, result)), _)) = select(requests.next(), changed).await
+            else {
+                continue;
+            };
+            match result {
+                Ok(bytes) => {
+                    self.write(chunk, &bytes)?;
+                    written.push(chunk);
+                    fetched += 1;
+                    pause = FIRST_PAUSE;
+                }
+                Err(error) if error.kind() == ErrorKind::Unavailable => {
+                    if pause == FIRST_PAUSE {
+                        tracing::warn!("{error}; requests for the disks wait, it is tried again");
+                    }
+                    requests.push(self.request(chunk, pause));
+                    pause = (2 * pause).min(LONGEST_PAUSE);
+                }
+                Err(error) if error.kind() == ErrorKind::Damaged => {
+                    let tries = damaged.entry(chunk).or_default();
+                    *tries += 1;
+                    if *tries < TRIES {
+                        requests.push(self.request(chunk, FIRST_PAUSE));
+                        continue;
+                    }
+                    self.images[chunk.0].map.note_lost(chunk.1);
+                    started.remove(&chunk);
+                    tracing::warn!("{error}; requests that need it fail");
+                    lost.push(error);
+                }
+                Err(error) => return Err(error),
+            }
+        }
+        match lost.first() {
+            None => Ok(fetched),
+            Some(first) => Err(Error::new(
+                ErrorKind::Damaged,
+                format!(
+                    "{first}; chunks that can't be had: {}; restore to a point before, or to \
+                     another directory from another archive",
+                    lost.len()
+                ),
+            )),
+        }
+    }
+
+    /// Gets a chunk, after some time.
+    async fn request(&self, chunk: ChunkId, pause: Duration) -> (ChunkId, Result<Vec<u8>>) {
+        if !pause.is_zero() {
+            tokio::time::sleep(pause).await;
+        }
+        let (image, number) = (self.images[chunk.0].image, chunk.1);
+        let hash = image.chunks.get(number).cloned().flatten();
+        let got = fetch_chunk(self.archive, self.base, image, number, &hash).await;
+        (chunk, got.map(|(_, bytes)| bytes.unwrap_or_default()))
+    }
+
+    fn write(&self, chunk: ChunkId, bytes: &[u8]) -> Result<()> {
+        let image = &self.images[chunk.0];
+        let offset = chunk.1 as u64 * self.base.chunk_bytes;
+        let written = image.file.write_all_at(bytes, offset);
+        written.map_err(|error| Error::local("write", image.path, error))
+    }
+
+    /// Makes chunks durable that were written, and lets requests use them. Returns their bytes.
+    fn settle(&self, written: &[ChunkId]) -> Result<u64> {
+        let mut bytes = 0;
+        for (number, image) in self.images.iter().enumerate() {
+            let of_image = || written.iter().filter(|chunk| chunk.0 == number);
+            if of_image().next().is_none() {
+                continue;
+            }
+            let synced = image.file.sync_data();
+            synced.map_err(|error| Error::local("sync", image.path, error))?;
+            for chunk in of_image() {
+                image.map.note_written(chunk.1);
+                bytes += self.base.chunk_len(image.image, chunk.1);
+            }
+            image.map.settle()?;
+        }
+        Ok(bytes)
+    }
+
+    /// The chunks that requests wait for.
+    fn asked(&self) -> Vec<ChunkId> {
+        let images = self.images.iter().enumerate();
+        let asked = |(number, image): (usize, &PartialImage<'_>)| {
+            let chunks = image.map.asked();
+            chunks.into_iter().map(move |chunk| (number, chunk))
+        };
+        images.flat_map(asked).collect()
+    }
+
+    fn lacks(&self, chunk: ChunkId) -> bool {
+        self.images[chunk.0].map.lacks(chunk.1)
+    }
+
+    /// The next chunk from this one on that is absent and not in `started`.
+    fn next_absent(&self, from: ChunkId, started: &HashSet<ChunkId>) -> Option<ChunkId> {
+        let images = self.images.iter().enumerate();
+        let chunks = images
+            .flat_map(|(number, image)| (0..image.map.chunks()).map(move |chunk| (number, chunk)));
+        let free = |chunk: &ChunkId| self.lacks(*chunk) && !started.contains(chunk);
+        let behind = chunks.clone().skip_while(|chunk| *chunk < from).find(free);
+        behind.or_else(|| chunks.take_while(|chunk| *chunk < from).find(free))
+    }
+
+    fn absent_bytes(&self) -> u64 {
+        let images = self.images.iter();
+        let absent = images.flat_map(|image| {
+            let lacking = (0..image.map.chunks()).filter(|chunk| image.map.lacks(*chunk));
+            lacking.map(|chunk| self.base.chunk_len(image.image, chunk))
+        });
+        absent.sum()
+    }
+}

@@ -1,0 +1,308 @@
+//! Restores whose disks are in use while their images are fetched.
+
+use std::sync::mpsc::channel;
+use std::thread;
+
+use object_store::path::Path as Key;
+use walvisor_storage::{FetchMap, ImageReader, LogRoot, resize_disk};
+use walvisor_testkit::{PATIENCE, Random};
+
+use super::faulty::FaultyStore;
+use super::*;
+use crate::serving::serve;
+use std::path::Path;
+
+/// Sectors of a chunk.
+const CHUNK: u64 = 128;
+
+/// An archived disk: chunk N has N + 1 in all its sectors, but the first sector of the disk, which
+/// is in the log, has 9.
+fn archived() -> (Bench, Arc<FaultyStore>) {
+    let (bench, archive, store) = Bench::in_use(Retention::All);
+    let disk = &store.disks()[0];
+    for chunk in 0..SECTORS / CHUNK {
+        write(disk, chunk * CHUNK, chunk as u8 + 1, CHUNK as usize);
+    }
+    disk.checkpoint().unwrap();
+    let mut up = uploader(&archive, &bench);
+    settle(&mut up);
+    write(disk, 0, 9, 1);
+    mark(disk);
+    settle(&mut up);
+    drop(up);
+    store.close().unwrap();
+    let faulty = Arc::new(FaultyStore::new(bench.store.clone(), 0, 0));
+    (bench, faulty)
+}
+
+fn open(restored: &RestoreReport) -> Store {
+    let disks: Vec<_> = restored
+        .disks
+        .iter()
+        .map(|disk| DiskOptions::new(&disk.path))
+        .collect();
+    Store::open(&restored.log_dir, &disks, &options(Retention::Nothing)).unwrap()
+}
+
+/// Serves the archive to `dir`, and calls `use_disks` as soon as the disks are ready.
+fn served<T>(
+    store: Arc<FaultyStore>,
+    dir: &Path,
+    at: Point,
+    use_disks: impl FnOnce(&RestoreReport) -> T,
+) -> (Result<RestoreReport>, Option<T>) {
+    let archive = archive_in(store);
+    let (send, ready) = channel();
+    thread::scope(|scope| {
+        let serving = scope.spawn(|| {
+            let tell = move |report: &RestoreReport| drop(send.send(report.clone()));
+            serve(&archive, dir, at, tell, &mut |_, _| {})
+        });
+        let used = ready.recv_timeout(PATIENCE).ok();
+        let used = used.map(|report| use_disks(&report));
+        (serving.join().unwrap(), used)
+    })
+}
+
+/// While the store does not answer, what is in the log can be read, writes and FLUSHes complete,
+/// and only reads of chunks wait. They end when the store answers, and nothing that was written
+/// meanwhile is lost.
+#[test]
+fn requests_wait_only_for_the_chunks_that_they_need() {
+    let (bench, faulty) = archived();
+    let dir = bench.dir.path().join("restored");
+    let away = faulty.clone();
+    let (done, store) = served(faulty.clone(), &dir, Point::Newest, move |report| {
+        away.fail_after(0);
+        let store = open(report);
+        let mut port = store.disks()[0].open_port().unwrap();
+        let absent = FetchMap::open(&report.disks[0].path).unwrap().unwrap();
+        assert!((0..4).any(|chunk| absent.lacks(chunk)));
+        let waits: Vec<_> = (0..4).filter(|chunk| absent.lacks(*chunk)).collect();
+        for chunk in &waits {
+            let read = Operation::Read {
+                sector: *chunk as u64 * CHUNK + 3,
+                sectors: 2,
+            };
+            port.submit(100 + *chunk as u64, read);
+        }
+        port.submit(
+            1,
+            Operation::Read {
+                sector: 0,
+                sectors: 1,
+            },
+        );
+        port.submit(
+            2,
+            Operation::Write {
+                sector: 3 * CHUNK + 5,
+                data: queue::fill(77, 2),
+            },
+        );
+        port.submit(3, Operation::Flush);
+        let mut tokens: Vec<_> = queue::wait(&mut port, 3)
+            .iter()
+            .map(|done| {
+                (
+                    done.token,
+                    done.result.as_ref().unwrap().as_ref().map(|data| data[0]),
+                )
+            })
+            .collect();
+        tokens.sort();
+        assert_eq!(tokens, [(1, Some(9)), (2, None), (3, None)]);
+        // Nobody takes half an image for a whole one.
+        let image = &LogRoot::read(&report.log_dir).unwrap().images()[0];
+        assert!(ImageReader::open(image).is_err());
+        away.fail_after(u64::MAX);
+        let done = queue::wait(&mut port, waits.len());
+        for done in done {
+            let data = done.result.unwrap().unwrap();
+            assert!(data.iter().all(|byte| u64::from(*byte) == done.token - 99));
+        }
+        drop(port);
+        store
+    });
+    done.unwrap();
+    let (image, log) = (dir.join("a"), dir.join("a.wal"));
+    assert!(FetchMap::open(&image).unwrap().is_none());
+    let left = std::fs::read_dir(&dir).unwrap().count();
+    assert_eq!(left, 2, "the image and the log");
+    store.unwrap().close().unwrap();
+    let bytes = bytes_of(&image, &log);
+    for (sector, bytes) in (0..).zip(bytes.chunks(512)) {
+        let wanted = match sector {
+            0 => 9,
+            sector if (3 * CHUNK + 5..3 * CHUNK + 7).contains(&sector) => 77,
+            sector => sector / CHUNK + 1,
+        };
+        assert!(
+            bytes.iter().all(|byte| u64::from(*byte) == wanted),
+            "{sector}"
+        );
+    }
+    // It is a log as any other.
+    let opened = [DiskOptions::new(&image)];
+    Store::open(&log, &opened, &options(Retention::Nothing)).unwrap();
+}
+
+/// A chunk that the store has lost fails the requests that need it, and no others. Once the store
+/// has it again, another restore goes on, and what was written meanwhile stays.
+#[test]
+fn a_lost_chunk_fails_its_requests_and_no_others() {
+    let (bench, faulty) = archived();
+    let archive = bench.archive();
+    let chunks = archive.block_on(archive.list("chunks")).unwrap();
+    let key = Key::from(format!("a/log/{}", chunks[0].name));
+    let whole = archive.block_on(async { bench.store.get(&key).await.unwrap().bytes().await });
+    let whole = whole.unwrap();
+    archive.block_on(async { bench.store.delete(&key).await.unwrap() });
+    let dir = bench.dir.path().join("restored");
+    let (failed, read) = served(faulty.clone(), &dir, Point::Newest, |report| {
+        let store = open(report);
+        let mut port = store.disks()[0].open_port().unwrap();
+        queue::write(&mut port, 0, 55, 1);
+        let read = |chunk: u64| {
+            let operation = Operation::Read {
+                sector: chunk * CHUNK + 1,
+                sectors: 1,
+            };
+            queue::run(&mut port, operation).is_ok()
+        };
+        (0..4).map(read).collect::<Vec<_>>()
+    });
+    let error = failed.unwrap_err();
+    assert_eq!(error.kind(), ErrorKind::Damaged);
+    assert!(error.to_string().contains(&chunks[0].name), "{error}");
+    let lost: Vec<_> = read.unwrap();
+    assert_eq!(lost.iter().filter(|read| !**read).count(), 1, "{lost:?}");
+    // Not to another point, and not from another archive.
+    let newest = survey(&archive).unwrap().spans[0].last.lsn;
+    let other = serve(&archive, &dir, Point::Lsn(newest), |_| {}, &mut |_, _| {}).unwrap_err();
+    let plain = restore(&archive, &dir, Point::Newest, &mut |_, _| {}).unwrap_err();
+    for error in [other, plain] {
+        assert!(
+            error.to_string().contains("by a restore to newest"),
+            "{error}"
+        );
+    }
+    let error = resize_disk(&dir.join("a"), 65536, &dir.join("a.wal"), true, &[]).unwrap_err();
+    assert!(
+        error.to_string().contains("not all of the image"),
+        "{error}"
+    );
+    archive.block_on(async { bench.store.put(&key, whole.into()).await.unwrap() });
+    let again = serve(&archive, &dir, Point::Newest, |_| {}, &mut |_, _| {}).unwrap();
+    assert_eq!(again.chunks, 1);
+    let bytes = bytes_of(&again.disks[0].path, &again.log_dir);
+    let sectors: Vec<_> = bytes.chunks(512).map(|sector| sector[0]).collect();
+    assert_eq!(sectors[0], 55);
+    for (sector, byte) in sectors.iter().enumerate().skip(1) {
+        assert_eq!(*byte as u64, sector as u64 / CHUNK + 1, "{sector}");
+    }
+}
+
+/// A restore that was ended before its log was there begins anew, as one that serves or not.
+#[test]
+fn either_kind_of_restore_takes_over_from_the_other() {
+    let (bench, faulty) = archived();
+    let wanted = bench.bytes_at(&bench.archive(), Point::Newest);
+    for requests in 0..24 {
+        for serve_first in [false, true] {
+            let dir = bench.dir.path().join(format!("{requests}-{serve_first}"));
+            let archive = archive_in(faulty.clone());
+            // A restore that serves asks a store that is away again and again, so a chunk is gone.
+            faulty.fail_after(requests);
+            let plain = |archive: &Archive| restore(archive, &dir, Point::Newest, &mut |_, _| {});
+            let begun = if serve_first {
+                let back = faulty.clone();
+                let (send, ended) = channel();
+                thread::scope(|scope| {
+                    scope.spawn(move || {
+                        let _ = ended.recv_timeout(Duration::from_millis(20));
+                        back.fail_after(u64::MAX);
+                    });
+                    let served = serve(&archive, &dir, Point::Newest, |_| {}, &mut |_, _| {});
+                    let _ = send.send(());
+                    served
+                })
+            } else {
+                plain(&archive)
+            };
+            faulty.fail_after(u64::MAX);
+            let done = match begun {
+                Ok(done) => done,
+                Err(_) if serve_first => plain(&archive).unwrap(),
+                Err(_) => serve(&archive, &dir, Point::Newest, |_| {}, &mut |_, _| {}).unwrap(),
+            };
+            let bytes = bytes_of(&done.disks[0].path, &done.log_dir);
+            assert!(bytes == wanted, "{requests} {serve_first}");
+        }
+    }
+}
+
+/// Random requests, checkpoints and closes while the images are fetched from a store that fails.
+#[test]
+fn random_requests_while_the_images_are_fetched() {
+    let (bench, faulty) = archived();
+    let archive = bench.archive();
+    let mut served_ones = 0;
+    for seed in 0..60 {
+        let mut random = Random(seed);
+        let newest = survey(&archive).unwrap().spans[0].last.lsn;
+        let at = match random.below(2) {
+            0 => Point::Newest,
+            _ => Point::Lsn(newest - random.below(2)),
+        };
+        let mut now = bench.bytes_at(&archive, at);
+        let dir = bench.dir.path().join(format!("restored-{seed}"));
+        faulty.fail_one_in([0, 8, 16][random.below(3) as usize]);
+        let begun = served(faulty.clone(), &dir, at, |report| {
+            let mut store = open(report);
+            for _ in 0..random.below(60) {
+                let sector = random.below(SECTORS - 8);
+                let sectors = 1 + random.below(8);
+                let range = sector as usize * 512..(sector + sectors) as usize * 512;
+                let mut port = store.disks()[0].open_port().unwrap();
+                match random.below(16) {
+                    0 => drop(store.disks()[0].checkpoint().unwrap()),
+                    1 => queue::flush(&mut port),
+                    2 => {
+                        drop(port);
+                        store.close().unwrap();
+                        store = open(report);
+                    }
+                    3 => {
+                        let operation = Operation::WriteZeroes {
+                            sector,
+                            sectors: sectors as u32,
+                            unmap: random.one_in(2),
+                        };
+                        queue::run(&mut port, operation).unwrap();
+                        now[range].fill(0);
+                    }
+                    4..9 => {
+                        let byte = random.below(256) as u8;
+                        queue::write(&mut port, sector, byte, sectors as usize);
+                        now[range].fill(byte);
+                    }
+                    _ => {
+                        let read = queue::read(&mut port, sector, sectors as u32);
+                        assert!(read[..] == now[range], "seed {seed}, sector {sector}");
+                    }
+                }
+            }
+            store.close().unwrap();
+        });
+        match begun {
+            (Ok(_), Some(())) => served_ones += 1,
+            // It could not begin.
+            (Err(_), None) => continue,
+            (ended, used) => panic!("seed {seed}: {ended:?}, {used:?}"),
+        }
+        let bytes = bytes_of(&dir.join("a"), &dir.join("a.wal"));
+        assert!(bytes == now, "seed {seed}");
+    }
+    assert!(served_ones >= 20, "{served_ones}");
+}

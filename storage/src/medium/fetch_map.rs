@@ -1,0 +1,510 @@
+//! The fetch map: which chunks an image has, while a restore still fetches the others.
+//!
+//! ```text
+//!   the restore                      IMAGE.fetch, mapped by both          the disk's owner
+//!   fetches the chunks, those first   ◀── asked ── a byte a chunk ──────  a request for it waits
+//!   that are asked for, and syncs     ─── fetched ──────────────────▶     the request goes on
+//! ```
+//! A chunk is written and synced to the image before the map says so, and the map is synced before
+//! the disk's owner may use the chunk: what is written there from then on is never fetched over.
+//! The restore removes the map when the image has everything.
+
+use std::fs::File;
+use std::io;
+use std::ops::Range;
+use std::os::fd::AsFd;
+use std::os::unix::fs::{FileExt, OpenOptionsExt};
+use std::path::{Path, PathBuf};
+use std::ptr::NonNull;
+use std::sync::atomic::{AtomicU8, AtomicU32, Ordering};
+use std::time::Duration;
+
+use rustix::fs::FlockOperation;
+use rustix::io::Errno;
+use rustix::mm::{MapFlags, ProtFlags, mmap, munmap};
+use rustix::thread::futex;
+
+use crate::error::{Error, ErrorKind, Result};
+use crate::medium::filesystem::{OWNER, parent, sync_dir};
+
+const MAGIC: [u8; 8] = *b"WALVFTCH";
+const VERSION: u32 = 1;
+/// Bytes before the chunks' states: the header, and from [`COUNTERS`] on the counters.
+const HEADER: usize = 4096;
+/// Bytes of the header that its checksum covers: magic, version, a zero, the size of a chunk, the
+/// number of chunks.
+const SUMMED: usize = 32;
+const COUNTERS: usize = 64;
+/// Most chunks of an image: more than of the largest image in chunks of 1 MiB.
+const MOST_CHUNKS: u64 = 1 << 26;
+
+/// The state of a chunk.
+mod state {
+    /// Not in the image yet.
+    pub(super) const ABSENT: u8 = 0;
+    /// As `ABSENT`, and a request waits for it.
+    pub(super) const ASKED: u8 = 1;
+    /// In the image and synced, but the map is not synced yet. Nobody may use it.
+    pub(super) const WRITTEN: u8 = 2;
+    /// In the image.
+    pub(super) const FETCHED: u8 = 3;
+    /// The restore can't get it.
+    pub(super) const LOST: u8 = 4;
+}
+
+/// The fetch map of an image. See the module's documentation.
+#[derive(Debug)]
+pub struct FetchMap {
+    path: PathBuf,
+    file: File,
+    memory: NonNull<u8>,
+    len: usize,
+    chunk_bytes: u64,
+    chunks: usize,
+    /// Whether chunks can be asked for; otherwise they come in the restore's order.
+    writable: bool,
+}
+
+// SAFETY: the memory is mapped for as long as the value lives, and is only accessed by atomic
+// operations, which any thread may do.
+unsafe impl Send for FetchMap {}
+// SAFETY: as above.
+unsafe impl Sync for FetchMap {}
+
+/// Whether an image has some bytes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Presence {
+    Present,
+    /// Some chunk is still to be fetched.
+    Absent,
+    /// Some chunk can't be had.
+    Lost,
+}
+
+impl FetchMap {
+    /// The path of an image's map: beside the image, links followed.
+    pub fn path_of(image: &Path) -> PathBuf {
+        let real = image.canonicalize();
+        let mut name = real.unwrap_or_else(|_| image.to_owned()).into_os_string();
+        name.push(".fetch");
+        name.into()
+    }
+
+    /// Makes the map of an image of `bytes` bytes. `has`: whether the image has a chunk already.
+    /// Replaces a map that is there.
+    ///
+    /// # Errors
+    /// If it can't be written.
+    ///
+    /// # Panics
+    /// If the size of a chunk is 0.
+    pub fn create(
+        image: &Path,
+        bytes: u64,
+        chunk_bytes: u64,
+        has: impl Fn(usize) -> bool,
+    ) -> Result<()> {
+        let path = Self::path_of(image);
+        let chunks = bytes.div_ceil(chunk_bytes);
+        let mut map = vec![0; HEADER];
+        map[..8].copy_from_slice(&MAGIC);
+        map[8..12].copy_from_slice(&VERSION.to_le_bytes());
+        map[16..24].copy_from_slice(&chunk_bytes.to_le_bytes());
+        map[24..SUMMED].copy_from_slice(&chunks.to_le_bytes());
+        let sum = crc32c::crc32c(&map[..SUMMED]);
+        map[SUMMED..SUMMED + 4].copy_from_slice(&sum.to_le_bytes());
+        let states = (0..chunks as usize).map(|chunk| match has(chunk) {
+            true => state::FETCHED,
+            false => state::ABSENT,
+        });
+        map.extend(states);
+        let unfinished = path.with_extension("fetch.new");
+        let write = || {
+            let mut options = File::options();
+            options.write(true).create(true).truncate(true).mode(OWNER);
+            let file = options.open(&unfinished)?;
+            file.write_all_at(&map, 0)?;
+            file.sync_all()?;
+            std::fs::rename(&unfinished, &path)
+        };
+        write().map_err(|error| Error::io("write the fetch map", &path, error))?;
+        sync_dir(parent(&path))
+    }
+
+    /// Opens an image's map; `None` if there is none: the image has everything.
+    ///
+    /// # Errors
+    /// [`ErrorKind::Damaged`] if it is not a map; if it can't be read.
+    pub fn open(image: &Path) -> Result<Option<Self>> {
+        let path = Self::path_of(image);
+        let opened = File::options().read(true).write(true).open(&path);
+        let (opened, writable) = match opened {
+            Err(error) if read_only(&error) => (File::open(&path), false),
+            opened => (opened, true),
+        };
+        let file = match opened {
+            Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(None),
+            opened => opened.map_err(|error| Error::io("open the fetch map", &path, error))?,
+        };
+        let mut header = [0; HEADER];
+        let read = file.read_exact_at(&mut header, 0);
+        let len = read.and_then(|()| Ok(file.metadata()?.len()));
+        let len = len.map_err(|error| Error::io("read the fetch map", &path, error))?;
+        let (chunk_bytes, chunks) = decode(&header)
+            .filter(|(_, chunks)| HEADER as u64 + chunks == len)
+            .ok_or_else(|| damaged(&path))?;
+        let len = len as usize;
+        let memory = map_file(&file, len, writable);
+        let memory = memory.map_err(|error| Error::io("map the fetch map", &path, error))?;
+        Ok(Some(Self {
+            path,
+            file,
+            memory,
+            len,
+            chunk_bytes,
+            chunks: chunks as usize,
+            writable,
+        }))
+    }
+
+    /// Refuses an image that lacks chunks, for a reader that can't wait for them.
+    ///
+    /// # Errors
+    /// [`ErrorKind::Locked`].
+    pub(crate) fn refuse(image: &Path) -> Result<()> {
+        if !Self::path_of(image).exists() {
+            return Ok(());
+        }
+        let image = image.display();
+        Err(Error::new(
+            ErrorKind::Locked,
+            format!(
+                "{image}: not all of the image has been fetched from its archive yet; wait for \
+                 'walvisor archive restore' to end, or run it again if it has ended too early"
+            ),
+        ))
+    }
+
+    /// The map's path.
+    pub fn path(&self) -> &Path {
+        &self.path
+    }
+
+    /// The number of chunks.
+    pub fn chunks(&self) -> usize {
+        self.chunks
+    }
+
+    /// Makes the caller the only one that fetches; `false`: another process does. Ends when the map
+    /// is dropped.
+    ///
+    /// # Errors
+    /// If the file system has no locks.
+    pub fn lock(&self) -> Result<bool> {
+        match rustix::fs::flock(&self.file, FlockOperation::NonBlockingLockExclusive) {
+            Ok(()) => Ok(true),
+            Err(Errno::WOULDBLOCK) => Ok(false),
+            Err(error) => Err(Error::io("lock the fetch map", &self.path, error.into())),
+        }
+    }
+
+    /// What an earlier process has left, once this one has the [lock](Self::lock): chunks that it
+    /// wrote are fetched, and those that it could not get are absent.
+    ///
+    /// # Errors
+    /// As [`settle`](Self::settle).
+    pub fn resume(&self) -> Result<()> {
+        for chunk in self.states() {
+            let (lost, absent) = (state::LOST, state::ABSENT);
+            let _ = chunk.compare_exchange(lost, absent, Ordering::AcqRel, Ordering::Acquire);
+        }
+        self.settle()
+    }
+
+    /// Whether the image lacks this chunk, and nobody knows that it can't be had.
+    pub fn lacks(&self, chunk: usize) -> bool {
+        matches!(
+            self.states()[chunk].load(Ordering::Acquire),
+            state::ABSENT | state::ASKED
+        )
+    }
+
+    /// The chunks for which requests wait.
+    pub fn asked(&self) -> Vec<usize> {
+        let asked = |(number, chunk): (usize, &AtomicU8)| {
+            (chunk.load(Ordering::Acquire) == state::ASKED).then_some(number)
+        };
+        self.states().iter().enumerate().filter_map(asked).collect()
+    }
+
+    /// A chunk was written to the image, and the image was synced since. It can be used once this
+    /// map was [settled](Self::settle).
+    pub fn note_written(&self, chunk: usize) {
+        self.states()[chunk].store(state::WRITTEN, Ordering::Release);
+    }
+
+    /// A chunk can't be had: requests for it fail.
+    pub fn note_lost(&self, chunk: usize) {
+        self.states()[chunk].store(state::LOST, Ordering::Release);
+        self.announce();
+    }
+
+    /// Syncs the map, and lets requests use the chunks that were
+    /// [written](Self::note_written).
+    ///
+    /// # Errors
+    /// If the map can't be synced.
+    pub fn settle(&self) -> Result<()> {
+        let synced = self.file.sync_data();
+        synced.map_err(|error| Error::io("sync the fetch map", &self.path, error))?;
+        for chunk in self.states() {
+            let (written, fetched) = (state::WRITTEN, state::FETCHED);
+            let _ = chunk.compare_exchange(written, fetched, Ordering::AcqRel, Ordering::Acquire);
+        }
+        self.announce();
+        Ok(())
+    }
+
+    /// Tells those who wait that somebody fetches. Call it every second.
+    pub fn beat(&self) {
+        self.counter(2).fetch_add(1, Ordering::AcqRel);
+    }
+
+    /// How often chunks were asked for.
+    pub fn asks(&self) -> u32 {
+        self.counter(0).load(Ordering::Acquire)
+    }
+
+    /// Waits until chunks are asked for, if they have been `asks` times so far, at most `time`.
+    pub fn wait_for_ask(&self, asks: u32, time: Duration) {
+        wait(self.counter(0), asks, time);
+    }
+
+    /// Removes the map: the image has everything.
+    ///
+    /// # Errors
+    /// If it can't be removed.
+    pub fn remove(self) -> Result<()> {
+        let removed = std::fs::remove_file(&self.path);
+        removed.map_err(|error| Error::io("remove the fetch map", &self.path, error))
+    }
+
+    /// Whether the image has these bytes. What is behind the last chunk is there: the image has
+    /// grown since.
+    pub(crate) fn presence(&self, bytes: Range<u64>) -> Presence {
+        let mut presence = Presence::Present;
+        for chunk in self.states_of(bytes) {
+            match chunk.load(Ordering::Acquire) {
+                state::FETCHED => {}
+                state::LOST => return Presence::Lost,
+                _ => presence = Presence::Absent,
+            }
+        }
+        presence
+    }
+
+    /// Whether the image has everything.
+    pub(crate) fn is_complete(&self) -> bool {
+        self.presence(0..u64::MAX) == Presence::Present
+    }
+
+    /// Bytes of the chunks that the image lacks, the last one counted as a whole.
+    pub(crate) fn absent_bytes(&self) -> u64 {
+        let absent = |chunk: &&AtomicU8| chunk.load(Ordering::Acquire) != state::FETCHED;
+        self.states().iter().filter(absent).count() as u64 * self.chunk_bytes
+    }
+
+    /// Asks for the chunks of these bytes that the image lacks.
+    pub(crate) fn ask(&self, bytes: Range<u64>) {
+        if !self.writable {
+            return;
+        }
+        let mut any = false;
+        for chunk in self.states_of(bytes) {
+            let (absent, asked) = (state::ABSENT, state::ASKED);
+            let changed =
+                chunk.compare_exchange(absent, asked, Ordering::AcqRel, Ordering::Acquire);
+            any |= changed.is_ok();
+        }
+        if any {
+            self.counter(0).fetch_add(1, Ordering::AcqRel);
+            wake(self.counter(0));
+        }
+    }
+
+    /// How often chunks have come, or turned out to be lost.
+    pub(crate) fn arrivals(&self) -> u32 {
+        self.counter(1).load(Ordering::Acquire)
+    }
+
+    /// Waits for the next arrival after the first `arrivals`, at most `time`.
+    pub(crate) fn wait_for_arrival(&self, arrivals: u32, time: Duration) {
+        wait(self.counter(1), arrivals, time);
+    }
+
+    /// Changes while somebody fetches.
+    pub(crate) fn pulse(&self) -> u32 {
+        self.counter(2).load(Ordering::Acquire)
+    }
+
+    fn announce(&self) {
+        self.counter(1).fetch_add(1, Ordering::AcqRel);
+        wake(self.counter(1));
+    }
+
+    fn states(&self) -> &[AtomicU8] {
+        // SAFETY: the states are mapped behind the header, up to the end of the mapping, which
+        // lives as long as `self`. Each is a byte, which has any alignment, and all accesses are
+        // atomic. A read-only mapping is only loaded from: those who store have a writable one.
+        unsafe {
+            let first = self.memory.add(HEADER).cast::<AtomicU8>();
+            std::slice::from_raw_parts(first.as_ptr(), self.chunks)
+        }
+    }
+
+    fn states_of(&self, bytes: Range<u64>) -> &[AtomicU8] {
+        let chunk = |byte: u64| (byte / self.chunk_bytes).min(self.chunks as u64) as usize;
+        let end = chunk(bytes.end.saturating_add(self.chunk_bytes - 1));
+        &self.states()[chunk(bytes.start).min(end)..end]
+    }
+
+    /// A counter: how often chunks were asked for, how often they came, and the pulse.
+    fn counter(&self, number: usize) -> &AtomicU32 {
+        // SAFETY: the counters are mapped within the header, at a multiple of 4 bytes of a mapping
+        // that begins on a page. They live as long as `self`, and all accesses are atomic.
+        unsafe {
+            let counters = self.memory.add(COUNTERS).cast::<AtomicU32>();
+            counters.add(number).as_ref()
+        }
+    }
+}
+
+impl Drop for FetchMap {
+    fn drop(&mut self) {
+        // SAFETY: the mapping is this value's own, and nobody borrows it any more.
+        let unmapped = unsafe { munmap(self.memory.as_ptr().cast(), self.len) };
+        debug_assert!(unmapped.is_ok(), "a mapping can be given back");
+    }
+}
+
+/// The size of a chunk, and the number of chunks.
+fn decode(header: &[u8; HEADER]) -> Option<(u64, u64)> {
+    let word = |at: usize| header[at..at + 4].try_into().map_or(0, u32::from_le_bytes);
+    let long = |at: usize| header[at..at + 8].try_into().map_or(0, u64::from_le_bytes);
+    let (chunk_bytes, chunks) = (long(16), long(24));
+    let right = header[..8] == MAGIC
+        && word(SUMMED) == crc32c::crc32c(&header[..SUMMED])
+        && word(8) == VERSION
+        && chunk_bytes > 0
+        && chunks <= MOST_CHUNKS;
+    right.then_some((chunk_bytes, chunks))
+}
+
+fn damaged(path: &Path) -> Error {
+    let path = path.display();
+    Error::new(
+        ErrorKind::Damaged,
+        format!(
+            "{path}: this is not a fetch map of version {VERSION}, and without it nobody knows \
+             what its image has; restore to another directory"
+        ),
+    )
+}
+
+fn map_file(file: impl AsFd, len: usize, writable: bool) -> io::Result<NonNull<u8>> {
+    let protection = match writable {
+        true => ProtFlags::READ | ProtFlags::WRITE,
+        false => ProtFlags::READ,
+    };
+    let (anywhere, shared) = (std::ptr::null_mut(), MapFlags::SHARED);
+    // SAFETY: a new mapping at an address of the kernel's choice: no memory that is in use changes.
+    let memory = unsafe { mmap(anywhere, len, protection, shared, file, 0) }?;
+    NonNull::new(memory.cast()).ok_or_else(|| io::ErrorKind::OutOfMemory.into())
+}
+
+/// Whether a file can be read, but not be written.
+fn read_only(error: &io::Error) -> bool {
+    let kind = error.kind();
+    kind == io::ErrorKind::PermissionDenied || kind == io::ErrorKind::ReadOnlyFilesystem
+}
+
+/// Waits while the counter has this value, at most `time`. May return early.
+fn wait(counter: &AtomicU32, value: u32, time: Duration) {
+    let Ok(time) = time.try_into() else { return };
+    // Another value, a signal, or the end of the time: the caller looks again in any case. The flags
+    // are those of memory that processes share.
+    let _ = futex::wait(counter, futex::Flags::empty(), value, Some(&time));
+}
+
+fn wake(counter: &AtomicU32) {
+    let _ = futex::wake(counter, futex::Flags::empty(), u32::MAX >> 1);
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_chunk_is_there_once_the_map_is_settled() {
+        let dir = tempfile::tempdir().unwrap();
+        let image = dir.path().join("disk.img");
+        assert!(FetchMap::open(&image).unwrap().is_none());
+        FetchMap::create(&image, 10 << 20, 4 << 20, |chunk| chunk == 1).unwrap();
+        assert!(FetchMap::refuse(&image).is_err());
+        let map = FetchMap::open(&image).unwrap().unwrap();
+        let reader = FetchMap::open(&image).unwrap().unwrap();
+        assert!(map.lock().unwrap() && !reader.lock().unwrap());
+        assert_eq!(map.chunks(), 3);
+        assert_eq!(reader.presence(0..1), Presence::Absent);
+        assert_eq!(reader.presence(4 << 20..8 << 20), Presence::Present);
+        assert_eq!(reader.presence(5 << 20..(8 << 20) + 1), Presence::Absent);
+        // What has come to the image since.
+        assert_eq!(reader.presence(12 << 20..20 << 20), Presence::Present);
+        let (asks, arrivals) = (map.asks(), reader.arrivals());
+        reader.ask(0..9 << 20);
+        assert_eq!((map.asked(), map.asks()), (vec![0, 2], asks + 1));
+        map.note_written(0);
+        assert_eq!(reader.presence(0..1), Presence::Absent);
+        assert_eq!(reader.arrivals(), arrivals);
+        map.settle().unwrap();
+        assert_eq!(reader.presence(0..8 << 20), Presence::Present);
+        assert_eq!(reader.arrivals(), arrivals + 1);
+        map.note_lost(2);
+        assert_eq!(reader.presence(0..10 << 20), Presence::Lost);
+        // A process that was killed before it could settle, and the next one.
+        map.resume().unwrap();
+        assert!(map.lacks(2));
+        map.note_written(2);
+        drop(map);
+        assert!(reader.lock().unwrap());
+        reader.resume().unwrap();
+        assert!(reader.is_complete());
+        reader.remove().unwrap();
+        FetchMap::refuse(&image).unwrap();
+    }
+
+    #[test]
+    fn what_is_no_map_is_refused() {
+        let dir = tempfile::tempdir().unwrap();
+        let image = dir.path().join("disk.img");
+        FetchMap::create(&image, 8 << 20, 4 << 20, |_| false).unwrap();
+        let path = FetchMap::path_of(&image);
+        let right = std::fs::read(&path).unwrap();
+        let mut wrong: Vec<Vec<u8>> = (0..SUMMED + 4)
+            .map(|at| {
+                let mut map = right.clone();
+                map[at] ^= 1;
+                map
+            })
+            .collect();
+        wrong.push(right[..right.len() - 1].to_vec());
+        wrong.push([&right[..], &[0]].concat());
+        for map in wrong {
+            std::fs::write(&path, map).unwrap();
+            let error = FetchMap::open(&image).unwrap_err();
+            assert_eq!(error.kind(), ErrorKind::Damaged);
+        }
+        std::fs::write(&path, &right[..7]).unwrap();
+        assert!(FetchMap::open(&image).is_err());
+    }
+}

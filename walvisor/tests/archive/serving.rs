@@ -1,0 +1,251 @@
+//! `archive restore --serve`: disks that are used while their images are fetched.
+
+use std::collections::HashMap;
+use std::path::Path;
+use std::process::{Command, Stdio};
+use std::time::Duration;
+
+use rustix::process::Signal;
+use walvisor_testkit::nbd::{FLUSH, READ, RawClient, WRITE};
+use walvisor_testkit::process::{create, program, succeed};
+use walvisor_testkit::s3::S3;
+use walvisor_testkit::{Daemon, Process, Random, wait_until};
+
+use super::{BLOCK, archive, done, numbers, refused, serve_nbd, two_hosts, with_keys};
+
+/// Blocks of the disk, and how many of them a chunk has.
+const BLOCKS: u64 = 24 * CHUNK;
+const CHUNK: u64 = 1024;
+/// How often somebody is killed.
+const ROUNDS: u64 = 10;
+
+/// A restore of `disk.img` that serves it. It has said that the disk can be used.
+fn serve(dir: &Path, url: &str) -> Process {
+    // Not `foreign`: a kill must reach the program itself.
+    let mut command = Command::new(program());
+    let arguments = ["archive", "restore", url, "restored", "--serve", "--json"];
+    command.args(arguments).current_dir(dir);
+    with_keys(&mut command);
+    command.stdout(Stdio::piped()).stderr(Stdio::piped());
+    let mut process = Process::spawn(&mut command);
+    let lines = process.first_lines(1);
+    if lines.is_empty() {
+        let status = process.wait();
+        panic!("not served, {status:?}: {}", process.errors());
+    }
+    assert!(lines[0].contains("restored/disk.img"), "{}", lines[0]);
+    process
+}
+
+fn start_daemon(dir: &Path, url: &str) -> (Daemon, RawClient) {
+    let spec = format!("path=restored/disk.img,socket=nbd.sock,archive={url}");
+    let mut command = serve_nbd(Command::new(program()), &spec);
+    let daemon = Daemon::start_as(dir, &mut command, 1);
+    let client = RawClient::extended(&dir.join("nbd.sock"));
+    (daemon, client)
+}
+
+/// The number in a block; `None`: the read failed.
+fn read(client: &mut RawClient, block: u64) -> Option<u64> {
+    client.request(0, READ, block, block * BLOCK as u64, BLOCK as u64);
+    let reply = client.reply();
+    // NBD_REPLY_TYPE_OFFSET_DATA: an offset, and the data. NBD_REPLY_TYPE_OFFSET_HOLE: a hole.
+    match reply.kind {
+        1 => Some(u64::from_le_bytes(reply.data[8..16].try_into().unwrap())),
+        2 => Some(0),
+        _ => None,
+    }
+}
+
+/// What each block may have: the number of its last FLUSHed write, and of one that was written
+/// after that.
+#[derive(Default)]
+struct Oracle {
+    flushed: HashMap<u64, u64>,
+    perhaps: HashMap<u64, u64>,
+}
+
+impl Oracle {
+    /// Blocks that nobody has written to since have their own number, from 1.
+    fn allows(&self, block: u64, found: u64) -> bool {
+        let flushed = self.flushed.get(&block).copied().unwrap_or(block + 1);
+        found == flushed || self.perhaps.get(&block) == Some(&found)
+    }
+
+    /// A block was read: that is what it has from now on.
+    fn note(&mut self, block: u64, found: u64) {
+        assert!(self.allows(block, found), "block {block} has {found}");
+        if self.perhaps.remove(&block) == Some(found) {
+            self.flushed.insert(block, found);
+        }
+    }
+}
+
+/// A disk of which each block has its number, in an archive.
+fn archived(home: &Path, url: &str) {
+    let bytes: Vec<u8> = (0..BLOCKS)
+        .flat_map(|block| {
+            let mut bytes = [block as u8; BLOCK];
+            bytes[..8].copy_from_slice(&(block + 1).to_le_bytes());
+            bytes
+        })
+        .collect();
+    std::fs::write(home.join("raw"), bytes).unwrap();
+    succeed(home, "disk import disk.img raw");
+    done(&mut archive(home, &format!("push disk.img.wal {url}")));
+}
+
+/// A client writes, FLUSHes and reads while the images are fetched from far away. The restore, the
+/// daemon, or both are killed again and again.
+#[test]
+fn disks_are_used_while_they_are_fetched_whoever_is_killed() {
+    let store = S3::start("bucket");
+    let url = store.url("bucket/one");
+    let (_place, home, elsewhere) = two_hosts();
+    archived(&home, &url);
+    let mut random = Random(11);
+    let (mut oracle, mut number) = (Oracle::default(), BLOCKS);
+    let mut rounds = 0;
+    let map = elsewhere.join("restored/disk.img.fetch");
+    loop {
+        // Chunks are left in all rounds but the last.
+        let far = Duration::from_millis(if rounds < ROUNDS { 700 } else { 10 });
+        store.delay_of("/chunks/", far);
+        let mut serving = serve(&elsewhere, &url);
+        let (daemon, mut client) = start_daemon(&elsewhere, &url);
+        if rounds == 0 {
+            let (status, error) = refused(&elsewhere, &format!("push restored/disk.img.wal {url}"));
+            assert!(
+                status == Some(1) && error.contains("not all of the image"),
+                "{error}"
+            );
+        }
+        for _ in 0..3 {
+            let block = random.below(BLOCKS);
+            let found = read(&mut client, block).expect("a chunk that somebody fetches");
+            oracle.note(block, found);
+        }
+        if rounds >= ROUNDS {
+            assert!(serving.wait().unwrap().success());
+            assert!(!map.exists());
+            drop(client);
+            daemon.stop();
+            break;
+        }
+        assert!(
+            map.exists(),
+            "round {rounds}: there is nothing left to test"
+        );
+        let who = random.below(3);
+        let pause = Duration::from_millis(random.below(120));
+        std::thread::scope(|scope| {
+            scope.spawn(|| {
+                std::thread::sleep(pause);
+                if who != 0 {
+                    serving.signal(Signal::KILL);
+                }
+                if who != 1 {
+                    daemon.signal(Signal::KILL);
+                }
+            });
+            for _ in 0..40 {
+                let mut block = vec![7; BLOCK];
+                let at = random.below(BLOCKS);
+                number += 1;
+                block[..8].copy_from_slice(&number.to_le_bytes());
+                // An older write to it that may be there is one too many for the oracle.
+                if oracle.perhaps.contains_key(&at) {
+                    continue;
+                }
+                oracle.perhaps.insert(at, number);
+                let written = client.try_request(WRITE, number, at * BLOCK as u64, &block);
+                if !written || !client.try_request(FLUSH, number, 0, &[]) {
+                    break;
+                }
+                oracle.perhaps.remove(&at);
+                oracle.flushed.insert(at, number);
+            }
+        });
+        drop((client, daemon));
+        drop(serving);
+        rounds += 1;
+    }
+    succeed(&elsewhere, "disk export restored/disk.img look.raw");
+    let found = numbers(&elsewhere.join("look.raw"));
+    for (block, found) in found.iter().enumerate() {
+        assert!(
+            oracle.allows(block as u64, *found),
+            "block {block} has {found}"
+        );
+    }
+    // The archive goes on with what was written here, once the image is complete.
+    store.delay_of("/chunks/", Duration::ZERO);
+    done(&mut archive(
+        &elsewhere,
+        &format!("push restored/disk.img.wal {url}"),
+    ));
+    done(&mut archive(&home, &format!("restore {url} again")));
+    succeed(&home, "disk export again/disk.img look.raw");
+    assert!(numbers(&home.join("look.raw")) == found);
+}
+
+/// Without the restore, a read of what was not fetched fails, and says why; what was fetched can be
+/// read, and writes and FLUSHes go on. Another restore mends it.
+#[test]
+fn reads_fail_while_nobody_fetches() {
+    let store = S3::start("bucket");
+    let url = store.url("bucket/one");
+    let (_place, home, elsewhere) = two_hosts();
+    archived(&home, &url);
+    store.delay_of("/chunks/", Duration::from_millis(1500));
+    let serving = serve(&elsewhere, &url);
+    let (mut daemon, mut client) = start_daemon(&elsewhere, &url);
+    assert_eq!(read(&mut client, 3 * CHUNK), Some(3 * CHUNK + 1));
+    drop(serving);
+    let readable = |client: &mut RawClient| {
+        let found = |chunk: u64| read(client, chunk * CHUNK).is_some();
+        (0..BLOCKS / CHUNK).map(found).collect::<Vec<_>>()
+    };
+    let without = readable(&mut client);
+    assert!(without[3] && without.contains(&false), "{without:?}");
+    client.write(1, 0, &[9; BLOCK]);
+    client.flush(2);
+    let serving = serve(&elsewhere, &url);
+    assert!(readable(&mut client).iter().all(|read| *read));
+    wait_until("the rest", || {
+        !elsewhere.join("restored/disk.img.fetch").exists()
+    });
+    drop((serving, client));
+    daemon.signal(Signal::TERM);
+    let errors = daemon.errors();
+    assert!(
+        errors.contains("nobody fetches it: run 'walvisor archive restore'"),
+        "{errors}"
+    );
+}
+
+/// A disk of 100 GiB is read a moment after its restore has begun.
+#[test]
+fn a_large_disk_is_read_before_it_is_fetched() {
+    let store = S3::start("bucket");
+    let url = store.url("bucket/one");
+    let (_place, home, elsewhere) = two_hosts();
+    create(&home, "disk.img", "100G");
+    let daemon = Daemon::start(&home, "--disk path=disk.img,socket=nbd.sock");
+    let mut client = RawClient::extended(&home.join("nbd.sock"));
+    let far = 99 << 30;
+    client.write(1, far, &[5; BLOCK]);
+    client.write(2, 0, &[6; BLOCK]);
+    drop(client);
+    daemon.stop();
+    done(&mut archive(&home, &format!("push disk.img.wal {url}")));
+    let mut serving = serve(&elsewhere, &url);
+    let (daemon, mut client) = start_daemon(&elsewhere, &url);
+    let repeated = |byte| u64::from_le_bytes([byte; 8]);
+    assert_eq!(read(&mut client, far / BLOCK as u64), Some(repeated(5)));
+    assert_eq!(read(&mut client, 0), Some(repeated(6)));
+    assert_eq!(read(&mut client, 1 << 20), Some(0));
+    assert!(serving.wait().unwrap().success());
+    drop(client);
+    daemon.stop();
+}
