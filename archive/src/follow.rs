@@ -208,7 +208,7 @@ impl<'a> Replica<'a> {
         let before = self.reader.last.lsn;
         let mut all = true;
         if self.superseded != Some(self.at.epoch) {
-            let parts = self.parts_behind(self.at)?;
+            let parts = self.parts_behind(self.at, u64::MAX)?;
             // After the parts: who claims the archive later has seen them.
             let claim = layout::epoch(self.at.epoch + 1);
             if self.archive.block_on(self.archive.has(&claim))? {
@@ -237,10 +237,10 @@ impl<'a> Replica<'a> {
         })
     }
 
-    /// The parts that follow one in its epoch, or the first of them.
-    fn parts_behind(&self, mut at: ObjectId) -> Result<Vec<(PartHeader, Vec<u8>)>> {
+    /// The parts that follow one in its epoch, or the first of them, up to number `last`.
+    fn parts_behind(&self, mut at: ObjectId, last: u64) -> Result<Vec<(PartHeader, Vec<u8>)>> {
         let mut parts = Vec::new();
-        while parts.len() < TICK_PARTS {
+        while parts.len() < TICK_PARTS && at.number < last {
             at = at.next();
             let Some(part) = self.archive.block_on(find_part(self.archive, at))? else {
                 break;
@@ -294,13 +294,20 @@ impl<'a> Replica<'a> {
                 made_us: now_us(),
             };
             self.archive.block_on(epoch::claim(self.archive, &claim))?;
-            let mut late = self.parts_behind(self.at)?;
+            // What the writer of an epoch adds once another has followed it counts for nobody.
+            let last = match follows {
+                Some(follows) if newest > self.at.epoch && follows.epoch == self.at.epoch => {
+                    follows.number
+                }
+                _ => u64::MAX,
+            };
+            let mut late = self.parts_behind(self.at, last)?;
             let next = ObjectId {
                 epoch: newest,
                 number: 0,
             };
             if late.is_empty() && newest > self.at.epoch {
-                late = self.parts_behind(next)?;
+                late = self.parts_behind(next, u64::MAX)?;
                 if !late.is_empty() && follows != Some(self.at) {
                     return Ok(true);
                 }

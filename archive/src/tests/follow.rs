@@ -184,6 +184,28 @@ fn what_the_old_host_has_sent_until_it_knew_is_promoted_too() {
     assert!([5, 6].contains(&bytes_of(&disk, &log_dir)[0]));
 }
 
+/// A writer adds a part although another has followed it; then the replica is promoted.
+#[test]
+fn what_a_writer_sends_that_has_lost_the_archive_is_not_promoted() {
+    let (bench, archive, store) = Bench::in_use(Retention::Nothing);
+    put(&store, 1);
+    let mut lost = uploader(&archive, &bench);
+    settle(&mut lost);
+    let mut following = replica(&bench, &archive).unwrap();
+    let parts = || archive.block_on(archive.list(layout::PARTS)).unwrap().len();
+    put(&store, 2);
+    let mut up = uploader(&archive, &bench);
+    settle(&mut up);
+    let before = parts();
+    put(&store, 3);
+    assert_eq!(lost.tick().unwrap_err().kind(), ErrorKind::Fenced);
+    assert!(parts() > before, "it adds a part before it knows");
+    put(&store, 4);
+    settle(&mut up);
+    assert!(!following.claim().unwrap());
+    assert_eq!(newest(&following)[0], 4);
+}
+
 /// The old host's push is started anew, and its log could go on where the replica was promoted.
 #[test]
 fn the_old_host_does_not_take_the_archive_back() {

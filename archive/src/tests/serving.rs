@@ -208,7 +208,7 @@ fn a_lost_chunk_fails_its_requests_and_no_others() {
 fn either_kind_of_restore_takes_over_from_the_other() {
     let (bench, faulty) = archived();
     let wanted = bench.bytes_at(&bench.archive(), Point::Newest);
-    for requests in 0..24 {
+    for requests in (0..24).step_by(3) {
         for serve_first in [false, true] {
             let dir = bench.dir.path().join(format!("{requests}-{serve_first}"));
             let archive = archive_in(faulty.clone());
@@ -248,7 +248,7 @@ fn random_requests_while_the_images_are_fetched() {
     let (bench, faulty) = archived();
     let archive = bench.archive();
     let mut served_ones = 0;
-    for seed in 0..60 {
+    for seed in 0..25 {
         let mut random = Random(seed);
         let newest = survey(&archive).unwrap().spans[0].last.lsn;
         let at = match random.below(2) {
@@ -304,5 +304,5 @@ fn random_requests_while_the_images_are_fetched() {
         let bytes = bytes_of(&dir.join("a"), &dir.join("a.wal"));
         assert!(bytes == now, "seed {seed}");
     }
-    assert!(served_ones >= 20, "{served_ones}");
+    assert!(served_ones >= 8, "{served_ones}");
 }
