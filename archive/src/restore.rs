@@ -112,7 +112,7 @@ pub fn restore(
     let images = image_paths(dir, &plan.base.images);
     // Those of a restore that was to serve, and was ended before it could.
     for image in &images {
-        remove_if_there(&FetchMap::path_of(image))?;
+        FetchMap::remove(image)?;
     }
     let total: u64 = plan.base.images.iter().map(|image| image.bytes).sum();
     let (mut passed, mut chunks) = (0, 0);
@@ -555,16 +555,9 @@ impl Note {
 
     /// The restore has ended.
     pub(crate) fn remove(dir: &Path) -> Result<()> {
-        remove_if_there(&dir.join(NOTE))
-    }
-}
-
-fn remove_if_there(path: &Path) -> Result<()> {
-    match fs::remove_file(path) {
-        Err(error) if error.kind() != std::io::ErrorKind::NotFound => {
-            Err(Error::local("remove", path, error))
-        }
-        _ => Ok(()),
+        let note = dir.join(NOTE);
+        let removed = fs::remove_file(&note);
+        removed.map_err(|error| Error::local("remove", &note, error))
     }
 }
 

@@ -249,8 +249,8 @@ impl<'a> Fetcher<'a> {
         });
         let mut report = built.unwrap_or_else(|panic| std::panic::resume_unwind(panic))?;
         report.chunks = fetched?;
-        for image in self.images {
-            image.map.remove()?;
+        for image in &self.images {
+            FetchMap::remove(image.path)?;
         }
         Note::remove(dir)?;
         Ok(report)

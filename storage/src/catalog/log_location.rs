@@ -40,7 +40,9 @@ impl LogLocation {
 
     /// Writes it to an image's attribute, unless it is there.
     pub(crate) fn write(&self, file: &dyn DataFile, image: &Path) {
-        let Some(host) = file.host() else { return };
+        let Some(host) = file.attributes() else {
+            return;
+        };
         let (Ok(image), Ok(dir)) = (real_path(image), real_path(&self.dir)) else {
             return;
         };
@@ -59,14 +61,14 @@ impl LogLocation {
 
     /// Removes the attribute.
     pub(crate) fn remove(file: &dyn DataFile) {
-        if let Some(host) = file.host() {
+        if let Some(host) = file.attributes() {
             let _ = host::write_attribute(host, ATTRIBUTE, None);
         }
     }
 
     /// The log that an image names, if it does.
     pub(crate) fn read(file: &dyn DataFile, image: &Path) -> Option<Self> {
-        let text = host::read_attribute(file.host()?, ATTRIBUTE).ok()??;
+        let text = host::read_attribute(file.attributes()?, ATTRIBUTE).ok()??;
         let (uuid, dir) = (text.get(..32)?, text.get(33..)?);
         let uuid = parse_uuid(std::str::from_utf8(uuid).ok()?)?;
         let dir = parent(&real_path(image).ok()?).join(OsStr::from_bytes(dir));

@@ -7,7 +7,8 @@
 //! ```
 //! A chunk is written and synced to the image before the map says so, and the map is synced before
 //! the disk's owner may use the chunk: what is written there from then on is never fetched over.
-//! The restore removes the map when the image has everything.
+//! The restore removes the map when the image has everything. Until then the image has an extended
+//! attribute, so that one that was moved without its map is not taken for a whole one.
 
 use std::fs::File;
 use std::io;
@@ -26,6 +27,7 @@ use rustix::thread::futex;
 
 use crate::error::{Error, ErrorKind, Result};
 use crate::medium::filesystem::{OWNER, parent, sync_dir};
+use crate::medium::host;
 
 const MAGIC: [u8; 8] = *b"WALVFTCH";
 const VERSION: u32 = 1;
@@ -35,6 +37,8 @@ const HEADER: usize = 4096;
 /// number of chunks.
 const SUMMED: usize = 32;
 const COUNTERS: usize = 64;
+/// The attribute of an image that has a map, where its file system has attributes.
+const ATTRIBUTE: &str = "user.walvisor.fetch";
 /// Most chunks of an image: more than of the largest image in chunks of 1 MiB.
 const MOST_CHUNKS: u64 = 1 << 26;
 
@@ -128,7 +132,9 @@ impl FetchMap {
             std::fs::rename(&unfinished, &path)
         };
         write().map_err(|error| Error::io("write the fetch map", &path, error))?;
-        sync_dir(parent(&path))
+        sync_dir(parent(&path))?;
+        let marked = set_attribute(image, Some(b"1"));
+        marked.map_err(|error| Error::io("mark as incomplete", image, error))
     }
 
     /// Opens an image's map; `None` if there is none: the image has everything.
@@ -143,7 +149,9 @@ impl FetchMap {
             opened => (opened, true),
         };
         let file = match opened {
-            Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(None),
+            Err(error) if error.kind() == io::ErrorKind::NotFound => {
+                return refuse_lone(image).map(|()| None);
+            }
             opened => opened.map_err(|error| Error::io("open the fetch map", &path, error))?,
         };
         let mut header = [0; HEADER];
@@ -173,7 +181,7 @@ impl FetchMap {
     /// [`ErrorKind::Locked`].
     pub(crate) fn refuse(image: &Path) -> Result<()> {
         if !Self::path_of(image).exists() {
-            return Ok(());
+            return refuse_lone(image);
         }
         let image = image.display();
         Err(Error::new(
@@ -280,13 +288,16 @@ impl FetchMap {
         wait(self.counter(0), asks, time);
     }
 
-    /// Removes the map: the image has everything.
+    /// Removes an image's map, if it has one: the image has everything, or is made anew.
     ///
     /// # Errors
     /// If it can't be removed.
-    pub fn remove(self) -> Result<()> {
-        let removed = std::fs::remove_file(&self.path);
-        removed.map_err(|error| Error::io("remove the fetch map", &self.path, error))
+    pub fn remove(image: &Path) -> Result<()> {
+        let path = Self::path_of(image);
+        match set_attribute(image, None).and_then(|()| Ok(std::fs::remove_file(&path)?)) {
+            Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(()),
+            removed => removed.map_err(|error| Error::io("remove the fetch map", &path, error)),
+        }
     }
 
     /// Whether the image has these bytes. What is behind the last chunk is there: the image has
@@ -387,6 +398,31 @@ impl Drop for FetchMap {
     }
 }
 
+/// Sets or removes the attribute of an image that has a map.
+fn set_attribute(image: &Path, value: Option<&[u8]>) -> io::Result<()> {
+    let file = File::open(image)?;
+    host::write_attribute(&file, ATTRIBUTE, value)?;
+    file.sync_all()
+}
+
+/// Refuses an image that should have a map, and has none.
+fn refuse_lone(image: &Path) -> Result<()> {
+    let read = File::open(image).and_then(|file| host::read_attribute(&file, ATTRIBUTE));
+    match read {
+        Ok(Some(_)) => Err(Error::new(
+            ErrorKind::NotFound,
+            format!(
+                "{}: not all of the image was fetched from its archive, and what it lacks is in no \
+                 file {}; put that back, or restore to another directory",
+                image.display(),
+                FetchMap::path_of(image).display()
+            ),
+        )),
+        // Who opens the image tells about it.
+        _ => Ok(()),
+    }
+}
+
 /// The size of a chunk, and the number of chunks.
 fn decode(header: &[u8; HEADER]) -> Option<(u64, u64)> {
     let word = |at: usize| header[at..at + 4].try_into().map_or(0, u32::from_le_bytes);
@@ -448,6 +484,7 @@ mod tests {
     fn a_chunk_is_there_once_the_map_is_settled() {
         let dir = tempfile::tempdir().unwrap();
         let image = dir.path().join("disk.img");
+        File::create(&image).unwrap();
         assert!(FetchMap::open(&image).unwrap().is_none());
         FetchMap::create(&image, 10 << 20, 4 << 20, |chunk| chunk == 1).unwrap();
         assert!(FetchMap::refuse(&image).is_err());
@@ -479,14 +516,38 @@ mod tests {
         assert!(reader.lock().unwrap());
         reader.resume().unwrap();
         assert!(reader.is_complete());
-        reader.remove().unwrap();
+        FetchMap::remove(&image).unwrap();
+        FetchMap::remove(&image).unwrap();
         FetchMap::refuse(&image).unwrap();
+    }
+
+    #[test]
+    fn an_image_is_not_used_without_its_map() {
+        let dir = tempfile::tempdir().unwrap();
+        let image = dir.path().join("disk.img");
+        let file = File::create(&image).unwrap();
+        if !host::write_attribute(&file, "user.a", Some(b"1")).unwrap() {
+            return println!("skipped: no attributes here");
+        }
+        FetchMap::create(&image, 8 << 20, 4 << 20, |_| false).unwrap();
+        let moved = dir.path().join("moved.img");
+        std::fs::rename(&image, &moved).unwrap();
+        for error in [
+            FetchMap::open(&moved).unwrap_err(),
+            FetchMap::refuse(&moved).unwrap_err(),
+        ] {
+            let text = error.to_string();
+            assert!(text.contains("moved.img.fetch; put that back"), "{text}");
+        }
+        std::fs::rename(FetchMap::path_of(&image), FetchMap::path_of(&moved)).unwrap();
+        assert!(FetchMap::open(&moved).unwrap().is_some());
     }
 
     #[test]
     fn what_is_no_map_is_refused() {
         let dir = tempfile::tempdir().unwrap();
         let image = dir.path().join("disk.img");
+        File::create(&image).unwrap();
         FetchMap::create(&image, 8 << 20, 4 << 20, |_| false).unwrap();
         let path = FetchMap::path_of(&image);
         let right = std::fs::read(&path).unwrap();

@@ -51,6 +51,10 @@ pub(crate) trait DataFile: ReadFile {
     fn fetch(&self) -> Option<&Arc<Fetch>> {
         None
     }
+    /// The file itself, for its extended attributes; `None` if it is not on the host.
+    fn attributes(&self) -> Option<&File> {
+        self.host()
+    }
     /// Writes all of `bytes` at `offset`.
     fn write_all_at(&self, bytes: &[u8], offset: u64) -> io::Result<()>;
     /// Writes `slices`, or a part of them, contiguously at `offset`; returns how many bytes.

@@ -214,6 +214,10 @@ impl DataFile for PartialFile {
         Some(&self.fetch)
     }
 
+    fn attributes(&self) -> Option<&File> {
+        self.file.attributes()
+    }
+
     fn write_all_at(&self, bytes: &[u8], offset: u64) -> io::Result<()> {
         self.need(offset, bytes.len() as u64)?;
         self.file.write_all_at(bytes, offset)
