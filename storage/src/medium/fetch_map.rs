@@ -294,7 +294,7 @@ impl FetchMap {
     /// If it can't be removed.
     pub fn remove(image: &Path) -> Result<()> {
         let path = Self::path_of(image);
-        match set_attribute(image, None).and_then(|()| Ok(std::fs::remove_file(&path)?)) {
+        match set_attribute(image, None).and_then(|()| std::fs::remove_file(&path)) {
             Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(()),
             removed => removed.map_err(|error| Error::io("remove the fetch map", &path, error)),
         }
