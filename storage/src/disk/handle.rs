@@ -399,10 +399,12 @@ impl Backend for Disk {
 
     fn limit_waits(&self) {
         self.log.limit_waits();
+        self.state.base.limit_waits();
     }
 
     fn end_pauses(&self) {
         self.log.end_pauses();
+        self.state.base.limit_waits();
     }
 
     fn is_unsafe(&self) -> bool {

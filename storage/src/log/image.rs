@@ -76,6 +76,13 @@ impl Image {
         }
     }
 
+    /// Lets requests wait for some seconds more at most for what a restore is to fetch.
+    pub(crate) fn limit_waits(&self) {
+        if let Some(fetch) = self.file.fetch() {
+            fetch.limit_waits();
+        }
+    }
+
     /// Whether the image lacks bytes that are in a spill file.
     pub(crate) fn is_spilled(&self) -> bool {
         self.spilled.load(Ordering::Acquire)

@@ -604,6 +604,13 @@ pub(crate) fn append_cached(io: &Io) -> Option<io::Result<AppendStats>> {
 pub(crate) trait Engine: Send {
     /// Takes an operation; it may start now or at the next [`enter`](Self::enter).
     fn submit(&mut self, id: u64, io: Io);
+    /// From now on, operations wait for chunks of an image even where requests may not any longer.
+    /// For copies of the log.
+    fn outwait(&mut self) {}
+    /// Fails operations that wait for chunks of an image. Whether there were any.
+    fn abandon(&mut self) -> bool {
+        false
+    }
     /// Starts everything submitted.
     fn enter(&mut self);
     /// Appends the ended operations to `done`. The event given at creation is signalled whenever

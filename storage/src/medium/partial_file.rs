@@ -23,6 +23,13 @@ use crate::sync::{Arc, Event, Mutex, thread};
 
 /// Without a sign from the restore for this long, requests for what it should fetch fail.
 const SILENCE: Duration = Duration::from_secs(10);
+/// How long requests still wait for chunks when somebody waits for the requests to end; and how long
+/// they fail from then on.
+const LAST_WAIT: Duration = Duration::from_secs(5);
+const REFUSAL: Duration = Duration::from_secs(3);
+/// How long a plain call waits for chunks: the log's keeper, which has other work, may be the
+/// caller.
+const PLAIN_WAIT: Duration = Duration::from_secs(30);
 /// How often those who wait look for such a sign.
 const LOOK: Duration = Duration::from_secs(1);
 
@@ -46,6 +53,7 @@ impl PartialFile {
             image: path.to_owned(),
             complete: AtomicBool::new(map.is_complete()),
             sign: Mutex::new((map.pulse(), Instant::now())),
+            refusal: Mutex::default(),
             waiters: Mutex::default(),
             map,
         });
@@ -53,13 +61,21 @@ impl PartialFile {
     }
 
     /// Waits for the chunks of `len` bytes from `offset` on.
+    ///
+    /// # Errors
+    /// If they can't be had, or have not come within [`PLAIN_WAIT`].
     fn need(&self, offset: u64, len: u64) -> io::Result<()> {
-        let bytes = offset..offset.saturating_add(len);
+        let (bytes, began) = (offset..offset.saturating_add(len), Instant::now());
         loop {
             let arrivals = self.fetch.map.arrivals();
             match self.fetch.check(bytes.clone()) {
                 FetchState::Present => return Ok(()),
                 FetchState::Failed(error) => return Err(error),
+                FetchState::Absent if began.elapsed() > PLAIN_WAIT => {
+                    return Err(self
+                        .fetch
+                        .error("a chunk has not come from the archive in time"));
+                }
                 FetchState::Absent => {
                     self.fetch.map.ask(bytes.clone());
                     self.fetch.map.wait_for_arrival(arrivals, LOOK);
@@ -86,6 +102,8 @@ pub(crate) struct Fetch {
     complete: AtomicBool,
     /// The restore's last sign of life, and when it was seen.
     sign: Mutex<(u32, Instant)>,
+    /// From when on requests fail instead of waiting, for [`REFUSAL`].
+    refusal: Mutex<Option<Instant>>,
     waiters: Mutex<Waiters>,
 }
 
@@ -126,6 +144,25 @@ impl Fetch {
     /// Bytes of the chunks that the image lacks.
     pub(crate) fn absent_bytes(&self) -> u64 {
         self.map.absent_bytes()
+    }
+
+    /// Lets requests wait for chunks for some seconds more at most.
+    pub(crate) fn limit_waits(&self) {
+        let mut refusal = self.refusal.lock().expect("refusal lock");
+        refusal.get_or_insert(Instant::now() + LAST_WAIT);
+    }
+
+    /// Why a request for absent chunks fails instead of waiting; `None`: it may wait.
+    pub(crate) fn refuses(&self) -> Option<io::Error> {
+        let mut refusal = self.refusal.lock().expect("refusal lock");
+        let over = (*refusal)?.elapsed();
+        if over > REFUSAL {
+            *refusal = None;
+        }
+        let refuses = !over.is_zero() && over <= REFUSAL;
+        refuses.then(|| {
+            self.error("a chunk is not fetched yet, and somebody waits for the requests to end")
+        })
     }
 
     fn error(&self, why: &str) -> io::Error {

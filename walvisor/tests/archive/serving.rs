@@ -249,3 +249,28 @@ fn a_large_disk_is_read_before_it_is_fetched() {
     drop(client);
     daemon.stop();
 }
+
+/// What a client has written stays in the log when the daemon ends and its chunk has not come.
+#[test]
+fn a_daemon_ends_while_chunks_do_not_come() {
+    let store = S3::start("bucket");
+    let url = store.url("bucket/one");
+    let (_place, home, elsewhere) = two_hosts();
+    archived(&home, &url);
+    store.delay_of("/chunks/", Duration::from_secs(3600));
+    let serving = serve(&elsewhere, &url);
+    let spec = "--disk path=restored/disk.img,socket=nbd.sock,close-seconds=1";
+    let daemon = Daemon::start(&elsewhere, spec);
+    let mut client = RawClient::extended(&elsewhere.join("nbd.sock"));
+    client.write(1, 7 * BLOCK as u64, &[9; BLOCK]);
+    client.flush(2);
+    client.request(0, READ, 3, 5 * CHUNK * BLOCK as u64, BLOCK as u64);
+    daemon.stop();
+    drop((client, serving));
+    store.delay(Duration::ZERO);
+    let mut serving = serve(&elsewhere, &url);
+    assert!(serving.wait().unwrap().success());
+    succeed(&elsewhere, "disk export restored/disk.img look.raw");
+    let found = numbers(&elsewhere.join("look.raw"));
+    assert_eq!((found[6], found[7]), (7, u64::from_le_bytes([9; 8])));
+}

@@ -14,6 +14,8 @@ pub(super) struct GatedEngine {
     kept: Vec<(u64, Io)>,
     /// Operations that failed without being carried out.
     failed: Vec<IoCompletion>,
+    /// Operations wait although requests may not.
+    outwaits: bool,
     event: Event,
 }
 
@@ -23,6 +25,7 @@ impl GatedEngine {
             inner,
             kept: Vec::new(),
             failed: Vec::new(),
+            outwaits: false,
             event,
         }
     }
@@ -33,7 +36,10 @@ impl GatedEngine {
             let waits = match fetch.check(bytes.clone()) {
                 FetchState::Present => return None,
                 FetchState::Failed(error) => Err(error),
-                FetchState::Absent => fetch.ask(bytes, &self.event),
+                FetchState::Absent => match fetch.refuses().filter(|_| !self.outwaits) {
+                    Some(error) => Err(error),
+                    None => fetch.ask(bytes, &self.event),
+                },
             };
             Some(waits)
         });
@@ -79,6 +85,20 @@ fn needs(io: &Io) -> Option<(&Arc<Fetch>, Range<u64>)> {
 impl Engine for GatedEngine {
     fn submit(&mut self, id: u64, io: Io) {
         self.pass(id, io);
+    }
+
+    fn outwait(&mut self) {
+        self.outwaits = true;
+    }
+
+    fn abandon(&mut self) -> bool {
+        let abandoned = self.kept.drain(..).map(|(id, _)| IoCompletion {
+            id,
+            result: Err(std::io::ErrorKind::TimedOut.into()),
+        });
+        let before = self.failed.len();
+        self.failed.extend(abandoned);
+        self.failed.len() > before
     }
 
     fn enter(&mut self) {
