@@ -12,6 +12,7 @@
 use std::collections::{BTreeSet, HashSet};
 use std::future::Future;
 use std::pin::pin;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use bytes::Bytes;
@@ -77,6 +78,8 @@ pub(crate) struct Lease<'a> {
     archive: &'a Archive,
     name: String,
     bytes: Bytes,
+    /// Dropping it leaves it in the archive.
+    left: AtomicBool,
 }
 
 impl<'a> Lease<'a> {
@@ -91,7 +94,13 @@ impl<'a> Lease<'a> {
             archive,
             name,
             bytes,
+            left: AtomicBool::new(false),
         }))
+    }
+
+    /// Leaves it in the archive when it is dropped, for who comes next: it ends after a day.
+    pub(crate) fn leave(&self) {
+        self.left.store(true, Ordering::Relaxed);
     }
 
     /// Does some work, and renews the lease meanwhile.
@@ -115,6 +124,9 @@ impl<'a> Lease<'a> {
 
 impl Drop for Lease<'_> {
     fn drop(&mut self) {
+        if self.left.load(Ordering::Relaxed) {
+            return;
+        }
         let removal = self.archive.remove(&self.name);
         // A store that does not answer keeps nobody; the lease ends by itself.
         let removal = async { tokio::time::timeout(RELEASE, removal).await };

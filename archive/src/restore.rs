@@ -5,7 +5,7 @@
 //! checkpoint; opening the log recovers the disks, as after any other kill.
 
 use std::collections::HashMap;
-use std::fs::{self, File};
+use std::fs::{self, File, TryLockError};
 use std::future::Future;
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
@@ -107,6 +107,7 @@ pub fn restore(
     at: Point,
     progress: Progress<'_>,
 ) -> Result<RestoreReport> {
+    let _alone = lock_directory(dir)?;
     let plan = archive.block_on(Plan::find(archive, at))?;
     let mut note = begin(archive, dir, &plan)?;
     let images = image_paths(dir, &plan.base.images);
@@ -117,8 +118,8 @@ pub fn restore(
     let total: u64 = plan.base.images.iter().map(|image| image.bytes).sum();
     let (mut passed, mut chunks) = (0, 0);
     for (i, (image, path)) in plan.base.images.iter().zip(&images).enumerate() {
-        let file = new_file(path, image.bytes)?;
         let done = note.chunks[i];
+        let file = image_file(path, image.bytes, done)?;
         passed += (done as u64 * plan.base.chunk_bytes).min(image.bytes);
         progress(passed, total);
         plan.fetch_image(image, done, |number, bytes| {
@@ -487,10 +488,8 @@ pub(crate) async fn fetch_chunk(
     }
 }
 
-/// Makes the directory, or finds what an earlier restore has left in it.
+/// Begins in a directory, or finds what an earlier restore has left in it.
 pub(crate) fn begin(archive: &Archive, dir: &Path, plan: &Plan) -> Result<Note> {
-    let made = fs::create_dir_all(dir);
-    made.map_err(|error| Error::local("make the directory", dir, error))?;
     let fresh = Note {
         archive: archive.shown().to_owned(),
         base: Some(plan.base.at),
@@ -611,6 +610,31 @@ pub(crate) fn clear_log(log_dir: &Path) -> Result<()> {
         _ => fs::DirBuilder::new().create(log_dir),
     };
     clear().map_err(|error| Error::local("make the log's directory", log_dir, error))
+}
+
+/// The file of an image of which an earlier restore has fetched `done` chunks. If it was of other
+/// base images, nothing of it stays.
+pub(crate) fn image_file(path: &Path, bytes: u64, done: usize) -> Result<File> {
+    let file = new_file(path, bytes)?;
+    if done == 0 {
+        let emptied = file.set_len(0).and_then(|()| file.set_len(bytes));
+        emptied.map_err(|error| Error::local("make the image", path, error))?;
+    }
+    Ok(file)
+}
+
+/// Keeps other restores out of a directory until it is dropped.
+pub(crate) fn lock_directory(dir: &Path) -> Result<File> {
+    let made = fs::create_dir_all(dir).and_then(|()| File::open(dir));
+    let file = made.map_err(|error| Error::local("make the directory", dir, error))?;
+    match file.try_lock() {
+        Ok(()) => Ok(file),
+        Err(TryLockError::WouldBlock) => {
+            let message = format!("{}: another restore fetches to it", dir.display());
+            Err(Error::new(ErrorKind::InUse, message))
+        }
+        Err(TryLockError::Error(error)) => Err(Error::local("lock the directory", dir, error)),
+    }
 }
 
 /// Makes a sparse file, or opens one that is there, for its owner only.

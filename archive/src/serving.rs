@@ -27,12 +27,15 @@ use crate::lineage::read_base;
 use crate::object::{BaseHeader, BaseImage};
 use crate::remote::{AT_ONCE, Archive};
 use crate::restore::{
-    Note, Plan, Progress, ReadyLog, RestoreReport, RestoredDisk, begin, fetch_chunk, image_paths,
-    log_dir_of, new_file,
+    Note, Plan, Progress, ReadyLog, RestoreReport, RestoredDisk, begin, fetch_chunk, image_file,
+    image_paths, lock_directory, log_dir_of,
 };
 
 /// Chunks that are written to an image before it is synced for them, unless a request waits.
 const UNSYNCED: usize = 8;
+/// How often to try to lock a map, and how long to wait in between.
+const LOCK_TRIES: u32 = 20;
+const LOCK_PAUSE: Duration = Duration::from_millis(50);
 /// How often the disks' owner gets a sign of life.
 const BEAT: Duration = Duration::from_millis(500);
 /// How long to wait before a chunk is asked for again that the store did not send: at first, and at
@@ -59,6 +62,7 @@ pub fn serve(
     ready: impl FnOnce(&RestoreReport) + Send,
     progress: Progress<'_>,
 ) -> Result<RestoreReport> {
+    let _alone = lock_directory(dir)?;
     if let Some(serving) = Serving::resume(archive, dir, &at)? {
         return serving.run(ready, progress);
     }
@@ -66,7 +70,7 @@ pub fn serve(
     let mut note = begin(archive, dir, &plan)?;
     let paths = image_paths(dir, &plan.base.images);
     for ((image, path), done) in plan.base.images.iter().zip(&paths).zip(&note.chunks) {
-        new_file(path, image.bytes)?;
+        image_file(path, image.bytes, *done)?;
         let has =
             |chunk: usize| chunk < *done || image.chunks.get(chunk).is_none_or(Option::is_none);
         FetchMap::create(path, image.bytes, plan.base.chunk_bytes, has)?;
@@ -80,6 +84,7 @@ pub fn serve(
             log_bytes: report.log_bytes,
         });
         note.write(dir)?;
+        fetcher.set_ready();
         ready(&report);
         Ok(report)
     })
@@ -147,6 +152,7 @@ impl<'a> Serving<'a> {
         };
         let fetcher = Fetcher::new(self.archive, self.lease.as_ref(), &self.base, &paths)?;
         fetcher.run(&self.dir, progress, || {
+            fetcher.set_ready();
             ready(&report);
             Ok(report)
         })
@@ -191,13 +197,21 @@ impl<'a> Fetcher<'a> {
     ) -> Result<Self> {
         let mut images = Vec::new();
         for (image, path) in base.images.iter().zip(paths) {
+            if !path.exists() {
+                let message = format!("{}: put the image back", path.display());
+                return Err(Error::new(ErrorKind::Local, message));
+            }
             let Some(map) = FetchMap::open(path)? else {
                 continue;
             };
-            if !map.lock()? {
-                let path = path.display();
-                let message = format!("{path}: another restore is fetching it; wait for that one");
-                return Err(Error::new(ErrorKind::InUse, message));
+            // Who opens the disk may have it for a moment.
+            let mut tries = 0..LOCK_TRIES;
+            while !map.lock()? {
+                if tries.next().is_none() {
+                    let message = format!("{}: another restore is fetching it", path.display());
+                    return Err(Error::new(ErrorKind::InUse, message));
+                }
+                thread::sleep(LOCK_PAUSE);
             }
             map.resume()?;
             let file = File::options().write(true).open(path);
@@ -222,7 +236,7 @@ impl<'a> Fetcher<'a> {
     /// Fetches the chunks, those that requests wait for while `build` makes the log, and then all.
     /// Ends the restore in `dir`.
     fn run(
-        self,
+        &self,
         dir: &Path,
         progress: Progress<'_>,
         build: impl FnOnce() -> Result<RestoreReport> + Send,
@@ -248,12 +262,22 @@ impl<'a> Fetcher<'a> {
             (builder.join(), fetched)
         });
         let mut report = built.unwrap_or_else(|panic| std::panic::resume_unwind(panic))?;
-        report.chunks = fetched?;
+        report.chunks = fetched.inspect_err(|_| {
+            // Another call goes on, and needs the same chunks.
+            let _ = self.lease.map(Lease::leave);
+        })?;
         for image in &self.images {
             FetchMap::remove(image.path)?;
         }
         Note::remove(dir)?;
         Ok(report)
+    }
+
+    /// The log is there: the disks can be opened.
+    fn set_ready(&self) {
+        for image in &self.images {
+            image.map.set_ready();
+        }
     }
 
     /// Tells the owner of an image's disk that somebody fetches, and passes on what it asks for.

@@ -61,6 +61,7 @@ impl AllowedPaths {
             let image = spec.path.clone().unwrap_or_default();
             if spec.at.is_some() {
                 places.read(&image);
+                places.fetch_map(&image);
                 spec.log_directory().iter().for_each(|log| places.read(log));
                 continue;
             }
@@ -183,10 +184,15 @@ impl AllowedPaths {
     fn image(&mut self, path: &Path) {
         let rights = AccessFs::ReadFile | AccessFs::WriteFile | AccessFs::Truncate;
         self.rules.push((path.to_owned(), rights));
-        // A restore that is not done with the image tells there what it has.
-        let map = FetchMap::path_of(path);
+        self.fetch_map(path);
+    }
+
+    /// Allows asking a restore for chunks of an image that it is not done with.
+    fn fetch_map(&mut self, image: &Path) {
+        let map = FetchMap::path_of(image);
         if map.exists() {
-            self.rules.push((map, rights));
+            self.rules
+                .push((map, AccessFs::ReadFile | AccessFs::WriteFile));
         }
     }
 

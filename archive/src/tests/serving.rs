@@ -44,18 +44,22 @@ fn open(restored: &RestoreReport) -> Store {
     Store::open(&restored.log_dir, &disks, &options(Retention::Nothing)).unwrap()
 }
 
-/// Serves the archive to `dir`, and calls `use_disks` as soon as the disks are ready.
+/// Serves the archive to `dir`, and calls `use_disks` as soon as the disks are ready. `requests`: how
+/// many the store still answers then.
 fn served<T>(
-    store: Arc<FaultyStore>,
+    (store, requests): (&Arc<FaultyStore>, u64),
     dir: &Path,
     at: Point,
     use_disks: impl FnOnce(&RestoreReport) -> T,
 ) -> (Result<RestoreReport>, Option<T>) {
-    let archive = archive_in(store);
+    let archive = archive_in(store.clone());
     let (send, ready) = channel();
     thread::scope(|scope| {
         let serving = scope.spawn(|| {
-            let tell = move |report: &RestoreReport| drop(send.send(report.clone()));
+            let tell = move |report: &RestoreReport| {
+                store.fail_after(requests);
+                drop(send.send(report.clone()));
+            };
             serve(&archive, dir, at, tell, &mut |_, _| {})
         });
         let used = ready.recv_timeout(PATIENCE).ok();
@@ -72,13 +76,12 @@ fn requests_wait_only_for_the_chunks_that_they_need() {
     let (bench, faulty) = archived();
     let dir = bench.dir.path().join("restored");
     let away = faulty.clone();
-    let (done, store) = served(faulty.clone(), &dir, Point::Newest, move |report| {
-        away.fail_after(0);
+    let (done, store) = served((&faulty, 0), &dir, Point::Newest, |report| {
         let store = open(report);
         let mut port = store.disks()[0].open_port().unwrap();
         let absent = FetchMap::open(&report.disks[0].path).unwrap().unwrap();
-        assert!((0..4).any(|chunk| absent.lacks(chunk)));
         let waits: Vec<_> = (0..4).filter(|chunk| absent.lacks(*chunk)).collect();
+        assert!(!waits.is_empty());
         for chunk in &waits {
             let read = Operation::Read {
                 sector: *chunk as u64 * CHUNK + 3,
@@ -112,6 +115,13 @@ fn requests_wait_only_for_the_chunks_that_they_need() {
             .collect();
         tokens.sort();
         assert_eq!(tokens, [(1, Some(9)), (2, None), (3, None)]);
+        let second = restore(
+            &archive_in(away.clone()),
+            &dir,
+            Point::Newest,
+            &mut |_, _| {},
+        );
+        assert_eq!(second.unwrap_err().kind(), ErrorKind::InUse);
         // Nobody takes half an image for a whole one.
         let image = &LogRoot::read(&report.log_dir).unwrap().images()[0];
         assert!(ImageReader::open(image).is_err());
@@ -159,7 +169,7 @@ fn a_lost_chunk_fails_its_requests_and_no_others() {
     let whole = whole.unwrap();
     archive.block_on(async { bench.store.delete(&key).await.unwrap() });
     let dir = bench.dir.path().join("restored");
-    let (failed, read) = served(faulty.clone(), &dir, Point::Newest, |report| {
+    let (failed, read) = served((&faulty, u64::MAX), &dir, Point::Newest, |report| {
         let store = open(report);
         let mut port = store.disks()[0].open_port().unwrap();
         queue::write(&mut port, 0, 55, 1);
@@ -242,6 +252,45 @@ fn either_kind_of_restore_takes_over_from_the_other() {
     }
 }
 
+/// A restore that was ended, and then goes on from newer images, of which a chunk is zeroes that was
+/// fetched already.
+#[test]
+fn nothing_stays_of_the_images_that_an_earlier_restore_had_begun_with() {
+    for serves in [false, true] {
+        let (bench, faulty) = archived();
+        let archive = archive_in(faulty.clone());
+        let dir = bench.dir.path().join("restored");
+        let ended = (0..60).any(|requests| {
+            let _ = std::fs::remove_dir_all(&dir);
+            faulty.fail_after(requests);
+            let ended = restore(&archive, &dir, Point::Newest, &mut |_, _| {}).is_err();
+            faulty.fail_after(u64::MAX);
+            ended && std::fs::read(dir.join("a")).is_ok_and(|image| image.iter().any(|b| *b != 0))
+        });
+        assert!(ended, "never in the middle of the images");
+        let store = bench.open(&["a"]);
+        let mut port = store.disks()[0].open_port().unwrap();
+        let zeroes = Operation::WriteZeroes {
+            sector: 0,
+            sectors: SECTORS as u32,
+            unmap: true,
+        };
+        queue::run(&mut port, zeroes).unwrap();
+        drop(port);
+        store.disks()[0].checkpoint().unwrap();
+        copy_images(&bench, &archive);
+        store.close().unwrap();
+        let done = if serves {
+            serve(&archive, &dir, Point::Newest, |_| {}, &mut |_, _| {})
+        } else {
+            restore(&archive, &dir, Point::Newest, &mut |_, _| {})
+        };
+        let done = done.unwrap();
+        let bytes = bytes_of(&done.disks[0].path, &done.log_dir);
+        assert!(bytes.iter().all(|byte| *byte == 0), "serves: {serves}");
+    }
+}
+
 /// Random requests, checkpoints and closes while the images are fetched from a store that fails.
 #[test]
 fn random_requests_while_the_images_are_fetched() {
@@ -258,7 +307,7 @@ fn random_requests_while_the_images_are_fetched() {
         let mut now = bench.bytes_at(&archive, at);
         let dir = bench.dir.path().join(format!("restored-{seed}"));
         faulty.fail_one_in([0, 8, 16][random.below(3) as usize]);
-        let begun = served(faulty.clone(), &dir, at, |report| {
+        let begun = served((&faulty, u64::MAX), &dir, at, |report| {
             let mut store = open(report);
             for _ in 0..random.below(60) {
                 let sector = random.below(SECTORS - 8);

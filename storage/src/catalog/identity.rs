@@ -157,8 +157,11 @@ impl DiskEntry {
             if len == 0 || len > BLOCK {
                 continue;
             }
-            let crc = crc_at(base, offset, len)
-                .map_err(|error| Error::io("read the base image", path, error))?;
+            let crc = match crc_at(base, offset, len) {
+                // It can't be read yet.
+                Err(error) if error.kind() == std::io::ErrorKind::WouldBlock => continue,
+                crc => crc.map_err(|error| Error::io("read the base image", path, error))?,
+            };
             if crc != sample.crc.get() {
                 return Ok(false);
             }

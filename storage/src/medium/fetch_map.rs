@@ -37,6 +37,8 @@ const HEADER: usize = 4096;
 /// number of chunks.
 const SUMMED: usize = 32;
 const COUNTERS: usize = 64;
+/// The counter that is the number of the process that makes the log, 0 once the log is there.
+const BUILDER: usize = 3;
 /// The attribute of an image that has a map, where its file system has attributes.
 const ATTRIBUTE: &str = "user.walvisor.fetch";
 /// Most chunks of an image: more than of the largest image in chunks of 1 MiB.
@@ -95,7 +97,8 @@ impl FetchMap {
     }
 
     /// Makes the map of an image of `bytes` bytes. `has`: whether the image has a chunk already.
-    /// Replaces a map that is there.
+    /// Replaces a map that is there. Until [`set_ready`](Self::set_ready) no other process can open
+    /// the disk.
     ///
     /// # Errors
     /// If it can't be written.
@@ -117,6 +120,8 @@ impl FetchMap {
         map[24..SUMMED].copy_from_slice(&chunks.to_le_bytes());
         let sum = crc32c::crc32c(&map[..SUMMED]);
         map[SUMMED..SUMMED + 4].copy_from_slice(&sum.to_le_bytes());
+        let builder = COUNTERS + 4 * BUILDER;
+        map[builder..builder + 4].copy_from_slice(&std::process::id().to_le_bytes());
         let states = (0..chunks as usize).map(|chunk| match has(chunk) {
             true => state::FETCHED,
             false => state::ABSENT,
@@ -203,12 +208,51 @@ impl FetchMap {
         self.chunks
     }
 
+    /// The disk's log is there: other processes may open the disk.
+    pub fn set_ready(&self) {
+        self.counter(BUILDER).store(0, Ordering::Release);
+    }
+
+    /// Refuses a disk whose log another process is still making.
+    ///
+    /// # Errors
+    /// [`ErrorKind::Locked`].
+    pub(crate) fn refuse_unready(&self, image: &Path) -> Result<()> {
+        let builder = self.counter(BUILDER).load(Ordering::Acquire);
+        if builder == 0 || builder == std::process::id() {
+            return Ok(());
+        }
+        let image = image.display();
+        Err(Error::new(
+            ErrorKind::Locked,
+            format!(
+                "{image}: its log is not restored yet; wait until 'walvisor archive restore' says \
+                 that the disk can be used, or run it again if it was ended too early"
+            ),
+        ))
+    }
+
+    /// Lets requests use what a restore that was killed has written, unless one is running.
+    pub(crate) fn settle_abandoned(&self) -> Result<()> {
+        if self.writable && self.lock()? {
+            self.settle()?;
+            let unlocked = rustix::fs::flock(&self.file, FlockOperation::Unlock);
+            unlocked
+                .map_err(|error| Error::io("unlock the fetch map", &self.path, error.into()))?;
+        }
+        Ok(())
+    }
+
     /// Makes the caller the only one that fetches; `false`: another process does. Ends when the map
     /// is dropped.
     ///
     /// # Errors
-    /// If the file system has no locks.
+    /// If the file system has no locks, or the map can't be written.
     pub fn lock(&self) -> Result<bool> {
+        if !self.writable {
+            let error = io::ErrorKind::ReadOnlyFilesystem.into();
+            return Err(Error::io("write the fetch map", &self.path, error));
+        }
         match rustix::fs::flock(&self.file, FlockOperation::NonBlockingLockExclusive) {
             Ok(()) => Ok(true),
             Err(Errno::WOULDBLOCK) => Ok(false),
@@ -295,9 +339,10 @@ impl FetchMap {
     pub fn remove(image: &Path) -> Result<()> {
         let path = Self::path_of(image);
         match set_attribute(image, None).and_then(|()| std::fs::remove_file(&path)) {
-            Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(()),
-            removed => removed.map_err(|error| Error::io("remove the fetch map", &path, error)),
+            Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(()),
+            removed => removed.map_err(|error| Error::io("remove the fetch map", &path, error))?,
         }
+        sync_dir(parent(&path))
     }
 
     /// Whether the image has these bytes. What is behind the last chunk is there: the image has
@@ -379,7 +424,7 @@ impl FetchMap {
         &self.states()[chunk(bytes.start).min(end)..end]
     }
 
-    /// A counter: how often chunks were asked for, how often they came, and the pulse.
+    /// A counter: how often chunks were asked for, how often they came, the pulse, the builder.
     fn counter(&self, number: usize) -> &AtomicU32 {
         // SAFETY: the counters are mapped within the header, at a multiple of 4 bytes of a mapping
         // that begins on a page. They live as long as `self`, and all accesses are atomic.
@@ -491,6 +536,11 @@ mod tests {
         let map = FetchMap::open(&image).unwrap().unwrap();
         let reader = FetchMap::open(&image).unwrap().unwrap();
         assert!(map.lock().unwrap() && !reader.lock().unwrap());
+        map.refuse_unready(&image).unwrap();
+        map.counter(BUILDER).store(1, Ordering::Release);
+        assert!(reader.refuse_unready(&image).is_err());
+        map.set_ready();
+        reader.refuse_unready(&image).unwrap();
         assert_eq!(map.chunks(), 3);
         assert_eq!(reader.presence(0..1), Presence::Absent);
         assert_eq!(reader.presence(4 << 20..8 << 20), Presence::Present);

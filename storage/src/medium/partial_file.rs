@@ -6,7 +6,6 @@
 //! there.
 
 use std::collections::HashMap;
-use std::collections::hash_map::Entry;
 use std::fs::File;
 use std::io;
 use std::ops::Range;
@@ -49,6 +48,8 @@ impl PartialFile {
         let Some(map) = FetchMap::open(path)? else {
             return Ok(file);
         };
+        map.refuse_unready(path)?;
+        map.settle_abandoned()?;
         let fetch = Arc::new(Fetch {
             image: path.to_owned(),
             complete: AtomicBool::new(map.is_complete()),
@@ -187,9 +188,9 @@ impl Fetch {
     pub(crate) fn ask(self: &Arc<Self>, bytes: Range<u64>, event: &Event) -> io::Result<()> {
         self.map.ask(bytes.clone());
         let mut waiters = self.waiters.lock().expect("waiters lock");
-        if let Entry::Vacant(new) = waiters.events.entry(event.fd().as_raw_fd()) {
-            new.insert(event.try_clone()?);
-        }
+        // Whoever had this number before may have closed it.
+        let key = event.fd().as_raw_fd();
+        waiters.events.insert(key, event.try_clone()?);
         if !waiters.watched {
             let (fetch, arrivals) = (self.clone(), self.map.arrivals());
             let watch = thread::Builder::new().name("fetch-watch".into());

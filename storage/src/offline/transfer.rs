@@ -19,6 +19,7 @@ use crate::catalog::options::{DiskOptions, ImageFormat, StoreOptions, default_lo
 use crate::error::{Error, ErrorKind, Result, invalid};
 use crate::history::point::Point;
 use crate::medium::copying::{KERNEL_COPY_BYTES, NamedSource, copy};
+use crate::medium::fetch_map::FetchMap;
 use crate::medium::file::DataFile;
 use crate::medium::filesystem::{OWNER, OpenMode, PathKind, files};
 use crate::medium::holes::DataRanges;
@@ -365,6 +366,7 @@ fn open_source(raw: &Path, format: ImageFormat) -> Result<(Box<dyn DataFile>, u6
         )));
     }
     let source = open_locked(raw, "open the image", Access::Read)?;
+    FetchMap::refuse(raw)?;
     let mark = Identity::of(source.as_ref(), raw)?.mark;
     refuse_other_format(raw, mark.as_ref(), format)?;
     if mark.is_some_and(|mark| mark.open) {

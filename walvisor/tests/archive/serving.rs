@@ -111,7 +111,8 @@ fn disks_are_used_while_they_are_fetched_whoever_is_killed() {
         // Chunks are left in all rounds but the last.
         let far = Duration::from_millis(if rounds < ROUNDS { 700 } else { 10 });
         store.delay_of("/chunks/", far);
-        let mut serving = serve(&elsewhere, &url);
+        // It may have ended in the last round.
+        let mut serving = (rounds == 0 || map.exists()).then(|| serve(&elsewhere, &url));
         let (daemon, mut client) = start_daemon(&elsewhere, &url);
         if rounds == 0 {
             let (status, error) = refused(&elsewhere, &format!("push restored/disk.img.wal {url}"));
@@ -125,23 +126,26 @@ fn disks_are_used_while_they_are_fetched_whoever_is_killed() {
             let found = read(&mut client, block).expect("a chunk that somebody fetches");
             oracle.note(block, found);
         }
-        if rounds >= ROUNDS {
-            assert!(serving.wait().unwrap().success());
+        // Chunks may come faster than rounds pass.
+        if rounds >= ROUNDS || !map.exists() {
+            assert!(
+                rounds >= 2,
+                "nothing was left to test after {rounds} rounds"
+            );
+            if let Some(serving) = &mut serving {
+                assert!(serving.wait().unwrap().success());
+            }
             assert!(!map.exists());
             drop(client);
             daemon.stop();
             break;
         }
-        assert!(
-            map.exists(),
-            "round {rounds}: there is nothing left to test"
-        );
         let who = random.below(3);
         let pause = Duration::from_millis(random.below(120));
         std::thread::scope(|scope| {
             scope.spawn(|| {
                 std::thread::sleep(pause);
-                if who != 0 {
+                if let Some(serving) = serving.as_ref().filter(|_| who != 0) {
                     serving.signal(Signal::KILL);
                 }
                 if who != 1 {
@@ -197,7 +201,7 @@ fn reads_fail_while_nobody_fetches() {
     let url = store.url("bucket/one");
     let (_place, home, elsewhere) = two_hosts();
     archived(&home, &url);
-    store.delay_of("/chunks/", Duration::from_millis(1500));
+    store.delay_of("/chunks/", Duration::from_secs(4));
     let serving = serve(&elsewhere, &url);
     let (mut daemon, mut client) = start_daemon(&elsewhere, &url);
     assert_eq!(read(&mut client, 3 * CHUNK), Some(3 * CHUNK + 1));
