@@ -37,7 +37,12 @@ const HEADER: usize = 4096;
 /// number of chunks.
 const SUMMED: usize = 32;
 const COUNTERS: usize = 64;
-/// The counter that is the number of the process that makes the log, 0 once the log is there.
+/// The counters: how often chunks were asked for, how often they came, and one that rises while
+/// somebody fetches.
+const ASKS: usize = 0;
+const ARRIVALS: usize = 1;
+const PULSE: usize = 2;
+/// The number of the process that makes the log; 0 once the log is there.
 const BUILDER: usize = 3;
 /// The attribute of an image that has a map, where its file system has attributes.
 const ATTRIBUTE: &str = "user.walvisor.fetch";
@@ -210,6 +215,7 @@ impl FetchMap {
 
     /// The disk's log is there: other processes may open the disk.
     pub fn set_ready(&self) {
+        self.assert_writable();
         self.counter(BUILDER).store(0, Ordering::Release);
     }
 
@@ -244,7 +250,8 @@ impl FetchMap {
     }
 
     /// Makes the caller the only one that fetches; `false`: another process does. Ends when the map
-    /// is dropped.
+    /// is dropped. Who has the lock may change the map; all methods that do panic if the map can't be
+    /// written.
     ///
     /// # Errors
     /// If the file system has no locks, or the map can't be written.
@@ -266,6 +273,7 @@ impl FetchMap {
     /// # Errors
     /// As [`settle`](Self::settle).
     pub fn resume(&self) -> Result<()> {
+        self.assert_writable();
         for chunk in self.states() {
             let (lost, absent) = (state::LOST, state::ABSENT);
             let _ = chunk.compare_exchange(lost, absent, Ordering::AcqRel, Ordering::Acquire);
@@ -292,11 +300,13 @@ impl FetchMap {
     /// A chunk was written to the image, and the image was synced since. It can be used once this
     /// map was [settled](Self::settle).
     pub fn note_written(&self, chunk: usize) {
+        self.assert_writable();
         self.states()[chunk].store(state::WRITTEN, Ordering::Release);
     }
 
     /// A chunk can't be had: requests for it fail.
     pub fn note_lost(&self, chunk: usize) {
+        self.assert_writable();
         self.states()[chunk].store(state::LOST, Ordering::Release);
         self.announce();
     }
@@ -307,6 +317,7 @@ impl FetchMap {
     /// # Errors
     /// If the map can't be synced.
     pub fn settle(&self) -> Result<()> {
+        self.assert_writable();
         let synced = self.file.sync_data();
         synced.map_err(|error| Error::io("sync the fetch map", &self.path, error))?;
         for chunk in self.states() {
@@ -319,17 +330,18 @@ impl FetchMap {
 
     /// Tells those who wait that somebody fetches. Call it every second.
     pub fn beat(&self) {
-        self.counter(2).fetch_add(1, Ordering::AcqRel);
+        self.assert_writable();
+        self.counter(PULSE).fetch_add(1, Ordering::AcqRel);
     }
 
     /// How often chunks were asked for.
     pub fn asks(&self) -> u32 {
-        self.counter(0).load(Ordering::Acquire)
+        self.counter(ASKS).load(Ordering::Acquire)
     }
 
     /// Waits until chunks are asked for, if they have been `asks` times so far, at most `time`.
     pub fn wait_for_ask(&self, asks: u32, time: Duration) {
-        wait(self.counter(0), asks, time);
+        wait(self.counter(ASKS), asks, time);
     }
 
     /// Removes an image's map, if it has one: the image has everything, or is made anew.
@@ -383,29 +395,38 @@ impl FetchMap {
             any |= changed.is_ok();
         }
         if any {
-            self.counter(0).fetch_add(1, Ordering::AcqRel);
-            wake(self.counter(0));
+            self.counter(ASKS).fetch_add(1, Ordering::AcqRel);
+            wake(self.counter(ASKS));
         }
     }
 
     /// How often chunks have come, or turned out to be lost.
     pub(crate) fn arrivals(&self) -> u32 {
-        self.counter(1).load(Ordering::Acquire)
+        self.counter(ARRIVALS).load(Ordering::Acquire)
     }
 
     /// Waits for the next arrival after the first `arrivals`, at most `time`.
     pub(crate) fn wait_for_arrival(&self, arrivals: u32, time: Duration) {
-        wait(self.counter(1), arrivals, time);
+        wait(self.counter(ARRIVALS), arrivals, time);
     }
 
     /// Changes while somebody fetches.
     pub(crate) fn pulse(&self) -> u32 {
-        self.counter(2).load(Ordering::Acquire)
+        self.counter(PULSE).load(Ordering::Acquire)
+    }
+
+    /// Storing to a mapping that may only be read would kill the process.
+    fn assert_writable(&self) {
+        assert!(
+            self.writable,
+            "{}: open for reading only",
+            self.path.display()
+        );
     }
 
     fn announce(&self) {
-        self.counter(1).fetch_add(1, Ordering::AcqRel);
-        wake(self.counter(1));
+        self.counter(ARRIVALS).fetch_add(1, Ordering::AcqRel);
+        wake(self.counter(ARRIVALS));
     }
 
     fn states(&self) -> &[AtomicU8] {
@@ -424,7 +445,7 @@ impl FetchMap {
         &self.states()[chunk(bytes.start).min(end)..end]
     }
 
-    /// A counter: how often chunks were asked for, how often they came, the pulse, the builder.
+    /// [`ASKS`] and its like.
     fn counter(&self, number: usize) -> &AtomicU32 {
         // SAFETY: the counters are mapped within the header, at a multiple of 4 bytes of a mapping
         // that begins on a page. They live as long as `self`, and all accesses are atomic.
