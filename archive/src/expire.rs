@@ -78,8 +78,8 @@ pub(crate) struct Lease<'a> {
     archive: &'a Archive,
     name: String,
     bytes: Bytes,
-    /// Dropping it leaves it in the archive.
-    left: AtomicBool,
+    /// It stays in the archive when this is dropped.
+    kept: AtomicBool,
 }
 
 impl<'a> Lease<'a> {
@@ -94,13 +94,13 @@ impl<'a> Lease<'a> {
             archive,
             name,
             bytes,
-            left: AtomicBool::new(false),
+            kept: AtomicBool::new(false),
         }))
     }
 
-    /// Leaves it in the archive when it is dropped, for who comes next: it ends after a day.
-    pub(crate) fn leave(&self) {
-        self.left.store(true, Ordering::Relaxed);
+    /// Keeps it in the archive when this is dropped, for another call: it ends after a day.
+    pub(crate) fn keep(&self) {
+        self.kept.store(true, Ordering::Relaxed);
     }
 
     /// Does some work, and renews the lease meanwhile.
@@ -124,7 +124,7 @@ impl<'a> Lease<'a> {
 
 impl Drop for Lease<'_> {
     fn drop(&mut self) {
-        if self.left.load(Ordering::Relaxed) {
+        if self.kept.load(Ordering::Relaxed) {
             return;
         }
         let removal = self.archive.remove(&self.name);

@@ -24,7 +24,7 @@ use crate::object::{self, BaseHeader, BaseImage, PartHeader};
 use crate::remote::Archive;
 use crate::restore::{
     LogReader, Plan, Progress, REPLICA_NOTE, RestoredDisk, clear_log, fetch_chunk, image_paths,
-    log_dir_of, new_file, refuse_occupied, write_note,
+    log_dir_of, new_file, refuse_occupied, restored_disks, write_note,
 };
 use crate::uploader::{host, now_us, random};
 
@@ -179,12 +179,7 @@ impl<'a> Replica<'a> {
 
     /// The disks.
     pub fn disks(&self) -> Vec<RestoredDisk> {
-        let disks = self.images.iter().zip(&self.base.images);
-        let disk = |(path, image): (&PathBuf, &BaseImage)| RestoredDisk {
-            path: path.clone(),
-            bytes: image.bytes,
-        };
-        disks.map(disk).collect()
+        restored_disks(&self.images, &self.base)
     }
 
     /// Fetches what the archive has got since, or the first of it. What failed is done by the next
@@ -208,7 +203,7 @@ impl<'a> Replica<'a> {
         let before = self.reader.last.lsn;
         let mut all = true;
         if self.superseded != Some(self.at.epoch) {
-            let parts = self.parts_behind(self.at, u64::MAX)?;
+            let parts = self.parts_behind(self.at)?;
             // After the parts: who claims the archive later has seen them.
             let claim = layout::epoch(self.at.epoch + 1);
             if self.archive.block_on(self.archive.has(&claim))? {
@@ -237,10 +232,10 @@ impl<'a> Replica<'a> {
         })
     }
 
-    /// The parts that follow one in its epoch, or the first of them, up to number `last`.
-    fn parts_behind(&self, mut at: ObjectId, last: u64) -> Result<Vec<(PartHeader, Vec<u8>)>> {
+    /// The parts that follow one in its epoch, or the first of them.
+    fn parts_behind(&self, mut at: ObjectId) -> Result<Vec<(PartHeader, Vec<u8>)>> {
         let mut parts = Vec::new();
-        while parts.len() < TICK_PARTS && at.number < last {
+        while parts.len() < TICK_PARTS {
             at = at.next();
             let Some(part) = self.archive.block_on(find_part(self.archive, at))? else {
                 break;
@@ -294,20 +289,19 @@ impl<'a> Replica<'a> {
                 made_us: now_us(),
             };
             self.archive.block_on(epoch::claim(self.archive, &claim))?;
-            // What the writer of an epoch adds once another has followed it counts for nobody.
-            let last = match follows {
-                Some(follows) if newest > self.at.epoch && follows.epoch == self.at.epoch => {
-                    follows.number
-                }
-                _ => u64::MAX,
-            };
-            let mut late = self.parts_behind(self.at, last)?;
+            let mut late = self.parts_behind(self.at)?;
+            if newest > self.at.epoch
+                && let Some(follows) = follows.filter(|part| part.epoch == self.at.epoch)
+            {
+                // What the writer of an epoch adds once another has followed it counts for nobody.
+                late.retain(|(header, _)| header.at.number <= follows.number);
+            }
             let next = ObjectId {
                 epoch: newest,
                 number: 0,
             };
             if late.is_empty() && newest > self.at.epoch {
-                late = self.parts_behind(next, u64::MAX)?;
+                late = self.parts_behind(next)?;
                 if !late.is_empty() && follows != Some(self.at) {
                     return Ok(true);
                 }
@@ -599,7 +593,7 @@ impl<'a> Replica<'a> {
                 self.note.chunks[i] = image.chunks.len();
                 continue;
             }
-            let file = new_file(target, image.bytes)?;
+            let file = new_file(target, image.bytes, true)?;
             let same = |number: usize| match known {
                 Some(known) => known.get(number) == image.chunks.get(number),
                 None => image.chunks[number].is_none(),

@@ -10,7 +10,8 @@
 //! ```
 //! `remote` speaks with the store, `object` and `layout` are the format (see `FORMAT.md`), `epoch`
 //! keeps it to one writer, `uploader` and `base` fill it, `line` finds a way through it, `restore`
-//! brings a log back, `serving` does so while the disks are in use already, `follow` keeps a copy of it up to date, `expire` removes what is too old.
+//! brings a log back, `serving` does so while the disks are in use already, `follow` keeps a copy
+//! of it up to date, `expire` removes what is too old.
 
 mod base;
 mod epoch;

@@ -119,7 +119,7 @@ pub fn restore(
     let (mut passed, mut chunks) = (0, 0);
     for (i, (image, path)) in plan.base.images.iter().zip(&images).enumerate() {
         let done = note.chunks[i];
-        let file = image_file(path, image.bytes, done)?;
+        let file = new_file(path, image.bytes, done > 0)?;
         passed += (done as u64 * plan.base.chunk_bytes).min(image.bytes);
         progress(passed, total);
         plan.fetch_image(image, done, |number, bytes| {
@@ -171,7 +171,7 @@ pub fn verify(archive: &Archive, at: Point, progress: Progress<'_>) -> Result<Re
     let images = image_paths(Path::new(""), &plan.base.images);
     let log_dir = log_dir_of(Path::new(""), &images);
     progress(total, total);
-    Ok(plan.done(&log, log_dir, images, chunks))
+    Ok(plan.done(&log, log_dir, &images, chunks))
 }
 
 /// Reads the log from the images of a base to a point, part by part, and checks it.
@@ -412,17 +412,16 @@ impl<'a> Plan<'a> {
                 rewind_disk(path, &log_dir, Point::Lsn(lsn))?;
             }
         }
-        Ok(self.done(&log, log_dir, images.to_vec(), chunks))
+        Ok(self.done(&log, log_dir, images, chunks))
     }
 
     fn done(
         &self,
         log: &LogReader,
         log_dir: PathBuf,
-        images: Vec<PathBuf>,
+        images: &[PathBuf],
         chunks: u64,
     ) -> RestoreReport {
-        let disks = images.into_iter().zip(&self.base.images);
         let lsn = match log.at {
             Point::Lsn(lsn) => lsn.min(log.last.lsn),
             _ => log.last.lsn,
@@ -430,16 +429,21 @@ impl<'a> Plan<'a> {
         RestoreReport {
             commit: Commit { lsn, ..log.last },
             log_dir,
-            disks: disks
-                .map(|(path, image)| RestoredDisk {
-                    path,
-                    bytes: image.bytes,
-                })
-                .collect(),
+            disks: restored_disks(images, &self.base),
             log_bytes: log.bytes,
             chunks,
         }
     }
+}
+
+/// The disks whose images are at these paths.
+pub(crate) fn restored_disks(paths: &[PathBuf], base: &BaseHeader) -> Vec<RestoredDisk> {
+    let disks = paths.iter().zip(&base.images);
+    let disk = |(path, image): (&PathBuf, &BaseImage)| RestoredDisk {
+        path: path.clone(),
+        bytes: image.bytes,
+    };
+    disks.map(disk).collect()
 }
 
 /// The point with the LSN of a snapshot instead of its name; `None`: the line has no such
@@ -612,17 +616,6 @@ pub(crate) fn clear_log(log_dir: &Path) -> Result<()> {
     clear().map_err(|error| Error::local("make the log's directory", log_dir, error))
 }
 
-/// The file of an image of which an earlier restore has fetched `done` chunks. If it was of other
-/// base images, nothing of it stays.
-pub(crate) fn image_file(path: &Path, bytes: u64, done: usize) -> Result<File> {
-    let file = new_file(path, bytes)?;
-    if done == 0 {
-        let emptied = file.set_len(0).and_then(|()| file.set_len(bytes));
-        emptied.map_err(|error| Error::local("make the image", path, error))?;
-    }
-    Ok(file)
-}
-
 /// Keeps other restores out of a directory until it is dropped.
 pub(crate) fn lock_directory(dir: &Path) -> Result<File> {
     let made = fs::create_dir_all(dir).and_then(|()| File::open(dir));
@@ -637,14 +630,15 @@ pub(crate) fn lock_directory(dir: &Path) -> Result<File> {
     }
 }
 
-/// Makes a sparse file, or opens one that is there, for its owner only.
-pub(crate) fn new_file(path: &Path, bytes: u64) -> Result<File> {
+/// Makes a sparse file, or opens one that is there, for its owner only. `keeps`: what the file has
+/// stays; it may be of other base images.
+pub(crate) fn new_file(path: &Path, bytes: u64, keeps: bool) -> Result<File> {
     use std::os::unix::fs::OpenOptionsExt;
     let open = || {
         let file = File::options()
             .write(true)
             .create(true)
-            .truncate(false)
+            .truncate(!keeps)
             .mode(0o600)
             .open(path)?;
         file.set_len(bytes)?;

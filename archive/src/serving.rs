@@ -8,6 +8,7 @@
 
 use std::collections::{HashMap, HashSet};
 use std::fs::File;
+use std::ops::Range;
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 use std::pin::pin;
@@ -27,8 +28,8 @@ use crate::lineage::read_base;
 use crate::object::{BaseHeader, BaseImage};
 use crate::remote::{AT_ONCE, Archive};
 use crate::restore::{
-    Note, Plan, Progress, ReadyLog, RestoreReport, RestoredDisk, begin, fetch_chunk, image_file,
-    image_paths, lock_directory, log_dir_of,
+    Note, Plan, Progress, ReadyLog, RestoreReport, begin, fetch_chunk, image_paths, lock_directory,
+    log_dir_of, new_file, restored_disks,
 };
 
 /// Chunks that are written to an image before it is synced for them, unless a request waits.
@@ -63,20 +64,20 @@ pub fn serve(
     progress: Progress<'_>,
 ) -> Result<RestoreReport> {
     let _alone = lock_directory(dir)?;
-    if let Some(serving) = Serving::resume(archive, dir, &at)? {
-        return serving.run(ready, progress);
+    if let Some(unfinished) = UnfinishedRestore::find(archive, dir, &at)? {
+        return unfinished.finish(ready, progress);
     }
     let plan = archive.block_on(Plan::find(archive, at))?;
     let mut note = begin(archive, dir, &plan)?;
     let paths = image_paths(dir, &plan.base.images);
     for ((image, path), done) in plan.base.images.iter().zip(&paths).zip(&note.chunks) {
-        image_file(path, image.bytes, *done)?;
+        new_file(path, image.bytes, *done > 0)?;
         let has =
             |chunk: usize| chunk < *done || image.chunks.get(chunk).is_none_or(Option::is_none);
         FetchMap::create(path, image.bytes, plan.base.chunk_bytes, has)?;
     }
     let fetcher = Fetcher::new(archive, plan.lease.as_ref(), &plan.base, &paths)?;
-    fetcher.run(dir, progress, || {
+    let build = || {
         let report = plan.build_log(dir, &paths, 0)?;
         note.ready = Some(ReadyLog {
             at: at.to_string(),
@@ -84,14 +85,13 @@ pub fn serve(
             log_bytes: report.log_bytes,
         });
         note.write(dir)?;
-        fetcher.set_ready();
-        ready(&report);
         Ok(report)
-    })
+    };
+    fetcher.run(dir, build, ready, progress)
 }
 
 /// A restore whose disks may be in use, and which was ended before it had all chunks.
-struct Serving<'a> {
+struct UnfinishedRestore<'a> {
     archive: &'a Archive,
     dir: PathBuf,
     base: BaseHeader,
@@ -99,12 +99,12 @@ struct Serving<'a> {
     ready: ReadyLog,
 }
 
-impl<'a> Serving<'a> {
-    /// The restore of this kind in a directory, from this archive and to this point.
+impl<'a> UnfinishedRestore<'a> {
+    /// That in a directory, from this archive and to this point.
     ///
     /// # Errors
     /// If the archive can't be read.
-    fn resume(archive: &'a Archive, dir: &Path, at: &Point) -> Result<Option<Self>> {
+    fn find(archive: &'a Archive, dir: &Path, at: &Point) -> Result<Option<Self>> {
         let note = Note::read(dir).filter(|note| note.is_from(archive));
         let Some(Note {
             base: Some(base),
@@ -131,31 +131,21 @@ impl<'a> Serving<'a> {
     }
 
     /// Fetches what is left. `ready` is called at once.
-    fn run(
+    fn finish(
         self,
         ready: impl FnOnce(&RestoreReport) + Send,
         progress: Progress<'_>,
     ) -> Result<RestoreReport> {
         let paths = image_paths(&self.dir, &self.base.images);
-        let disks = paths.iter().zip(&self.base.images);
         let report = RestoreReport {
             commit: self.ready.commit.into(),
             log_dir: log_dir_of(&self.dir, &paths),
-            disks: disks
-                .map(|(path, image)| RestoredDisk {
-                    path: path.clone(),
-                    bytes: image.bytes,
-                })
-                .collect(),
+            disks: restored_disks(&paths, &self.base),
             log_bytes: self.ready.log_bytes,
             chunks: 0,
         };
         let fetcher = Fetcher::new(self.archive, self.lease.as_ref(), &self.base, &paths)?;
-        fetcher.run(&self.dir, progress, || {
-            fetcher.set_ready();
-            ready(&report);
-            Ok(report)
-        })
+        fetcher.run(&self.dir, || Ok(report), ready, progress)
     }
 }
 
@@ -198,7 +188,10 @@ impl<'a> Fetcher<'a> {
         let mut images = Vec::new();
         for (image, path) in base.images.iter().zip(paths) {
             if !path.exists() {
-                let message = format!("{}: put the image back", path.display());
+                let message = format!(
+                    "{}: the image is gone; put it back, or restore to another directory",
+                    path.display()
+                );
                 return Err(Error::new(ErrorKind::Local, message));
             }
             let Some(map) = FetchMap::open(path)? else {
@@ -233,13 +226,14 @@ impl<'a> Fetcher<'a> {
         })
     }
 
-    /// Fetches the chunks, those that requests wait for while `build` makes the log, and then all.
-    /// Ends the restore in `dir`.
+    /// Fetches the chunks: while `build` makes the log, those that requests wait for, and then all.
+    /// `ready` is called in between. Ends the restore in `dir`.
     fn run(
         &self,
         dir: &Path,
-        progress: Progress<'_>,
         build: impl FnOnce() -> Result<RestoreReport> + Send,
+        ready: impl FnOnce(&RestoreReport) + Send,
+        progress: Progress<'_>,
     ) -> Result<RestoreReport> {
         let (built, fetched) = thread::scope(|scope| {
             for image in &self.images {
@@ -247,10 +241,13 @@ impl<'a> Fetcher<'a> {
             }
             let builder = scope.spawn(|| {
                 let built = build();
-                let next = if built.is_ok() {
-                    &self.unasked
-                } else {
-                    &self.stops
+                let next = match &built {
+                    Ok(report) => {
+                        self.images.iter().for_each(|image| image.map.set_ready());
+                        ready(report);
+                        &self.unasked
+                    }
+                    Err(_) => &self.stops,
                 };
                 next.store(true, Ordering::Release);
                 self.changed.notify_one();
@@ -264,20 +261,13 @@ impl<'a> Fetcher<'a> {
         let mut report = built.unwrap_or_else(|panic| std::panic::resume_unwind(panic))?;
         report.chunks = fetched.inspect_err(|_| {
             // Another call goes on, and needs the same chunks.
-            let _ = self.lease.map(Lease::leave);
+            let _ = self.lease.map(Lease::keep);
         })?;
         for image in &self.images {
             FetchMap::remove(image.path)?;
         }
         Note::remove(dir)?;
         Ok(report)
-    }
-
-    /// The log is there: the disks can be opened.
-    fn set_ready(&self) {
-        for image in &self.images {
-            image.map.set_ready();
-        }
     }
 
     /// Tells the owner of an image's disk that somebody fetches, and passes on what it asks for.
@@ -300,14 +290,20 @@ impl<'a> Fetcher<'a> {
         let mut passed = total - self.absent_bytes();
         progress(passed, total);
         let mut requests = FuturesUnordered::new();
-        // Those that are not usable yet, although somebody is at it; of these, those in the image.
+        // Chunks that were asked of the store and are not usable yet; of these, those that are in
+        // the image but not synced.
         let (mut started, mut written) = (HashSet::new(), Vec::new());
+        let (mut asks, mut asked) = (None, Vec::new());
         let (mut cursor, mut pause) = ((0, 0), FIRST_PAUSE);
         let (mut fetched, mut lost) = (0, Vec::new());
         let mut damaged: HashMap<ChunkId, u32> = HashMap::new();
         while !self.stops.load(Ordering::Acquire) {
-            let asked = self.asked();
-            let waited_for = written.iter().any(|chunk| asked.contains(chunk));
+            // A map has many chunks: it is searched only if requests have asked since.
+            let asks_now = Some(self.asks());
+            if asks != asks_now {
+                (asks, asked) = (asks_now, self.asked());
+            }
+            let waited_for = written.iter().any(|chunk| self.is_asked(*chunk));
             if waited_for || written.len() >= UNSYNCED || requests.is_empty() {
                 passed += self.settle(&written)?;
                 progress(passed, total);
@@ -315,8 +311,10 @@ impl<'a> Fetcher<'a> {
                     started.remove(&chunk);
                 }
             }
-            for chunk in asked {
-                if requests.len() < 2 * AT_ONCE && self.lacks(chunk) && started.insert(chunk) {
+            while requests.len() < 2 * AT_ONCE
+                && let Some(chunk) = asked.pop()
+            {
+                if self.lacks(chunk) && started.insert(chunk) {
                     requests.push(self.request(chunk, Duration::ZERO));
                     cursor = chunk;
                 }
@@ -351,7 +349,7 @@ impl<'a> Fetcher<'a> {
                 }
                 Err(error) if error.kind() == ErrorKind::Unavailable => {
                     if pause == FIRST_PAUSE {
-                        tracing::warn!("{error}; requests for the disks wait, it is tried again");
+                        tracing::warn!("{error}; trying again, and requests that need it wait");
                     }
                     requests.push(self.request(chunk, pause));
                     pause = (2 * pause).min(LONGEST_PAUSE);
@@ -376,8 +374,8 @@ impl<'a> Fetcher<'a> {
             Some(first) => Err(Error::new(
                 ErrorKind::Damaged,
                 format!(
-                    "{first}; chunks that can't be had: {}; restore to a point before, or to \
-                     another directory from another archive",
+                    "{first}; chunks lost: {}; restore to an earlier point, or from another \
+                     archive, to another directory",
                     lost.len()
                 ),
             )),
@@ -421,14 +419,26 @@ impl<'a> Fetcher<'a> {
         Ok(bytes)
     }
 
-    /// The chunks that requests wait for.
+    /// Changes whenever requests ask for chunks.
+    fn asks(&self) -> u64 {
+        let images = self.images.iter();
+        images.map(|image| u64::from(image.map.asks())).sum()
+    }
+
+    fn is_asked(&self, chunk: ChunkId) -> bool {
+        self.images[chunk.0].map.is_asked(chunk.1)
+    }
+
+    /// The chunks that requests wait for, the last ones first.
     fn asked(&self) -> Vec<ChunkId> {
         let images = self.images.iter().enumerate();
         let asked = |(number, image): (usize, &PartialImage<'_>)| {
             let chunks = image.map.asked();
             chunks.into_iter().map(move |chunk| (number, chunk))
         };
-        images.flat_map(asked).collect()
+        let mut chunks: Vec<_> = images.flat_map(asked).collect();
+        chunks.reverse();
+        chunks
     }
 
     fn lacks(&self, chunk: ChunkId) -> bool {
@@ -437,12 +447,16 @@ impl<'a> Fetcher<'a> {
 
     /// The next chunk from this one on that is absent and not in `started`.
     fn next_absent(&self, from: ChunkId, started: &HashSet<ChunkId>) -> Option<ChunkId> {
-        let images = self.images.iter().enumerate();
-        let chunks = images
-            .flat_map(|(number, image)| (0..image.map.chunks()).map(move |chunk| (number, chunk)));
-        let free = |chunk: &ChunkId| self.lacks(*chunk) && !started.contains(chunk);
-        let behind = chunks.clone().skip_while(|chunk| *chunk < from).find(free);
-        behind.or_else(|| chunks.take_while(|chunk| *chunk < from).find(free))
+        let of_image = |number: usize, chunks: Range<usize>| chunks.map(move |at| (number, at));
+        let whole = |number: usize| of_image(number, 0..self.images[number].map.chunks());
+        let last = self.images.get(from.0)?.map.chunks();
+        let behind =
+            of_image(from.0, from.1..last).chain((from.0 + 1..self.images.len()).flat_map(whole));
+        let before = (0..from.0)
+            .flat_map(whole)
+            .chain(of_image(from.0, 0..from.1));
+        let mut chunks = behind.chain(before);
+        chunks.find(|chunk| self.lacks(*chunk) && !started.contains(chunk))
     }
 
     fn absent_bytes(&self) -> u64 {

@@ -26,7 +26,6 @@ use landlock::{
     ABI, Access, AccessFs, AccessNet, BitFlags, CompatLevel, Compatible, PathBeneath, PathFd,
     Ruleset, RulesetAttr, RulesetCreated, RulesetCreatedAttr, RulesetError, RulesetStatus, Scope,
 };
-
 use walvisor_storage::FetchMap;
 
 use crate::disk_spec::{BackendKind, DiskSpec};

@@ -1,5 +1,6 @@
 //! Restores whose disks are in use while their images are fetched.
 
+use std::path::Path;
 use std::sync::mpsc::channel;
 use std::thread;
 
@@ -10,7 +11,6 @@ use walvisor_testkit::{PATIENCE, Random};
 use super::faulty::FaultyStore;
 use super::*;
 use crate::serving::serve;
-use std::path::Path;
 
 /// Sectors of a chunk.
 const CHUNK: u64 = 128;
@@ -44,8 +44,8 @@ fn open(restored: &RestoreReport) -> Store {
     Store::open(&restored.log_dir, &disks, &options(Retention::Nothing)).unwrap()
 }
 
-/// Serves the archive to `dir`, and calls `use_disks` as soon as the disks are ready. `requests`: how
-/// many the store still answers then.
+/// Serves the archive to `dir`, and calls `use_disks` as soon as the disks are ready. From then on
+/// the store answers `requests` requests.
 fn served<T>(
     (store, requests): (&Arc<FaultyStore>, u64),
     dir: &Path,
@@ -222,7 +222,7 @@ fn either_kind_of_restore_takes_over_from_the_other() {
         for serve_first in [false, true] {
             let dir = bench.dir.path().join(format!("{requests}-{serve_first}"));
             let archive = archive_in(faulty.clone());
-            // A restore that serves asks a store that is away again and again, so a chunk is gone.
+            // A restore that serves asks until the store is back.
             faulty.fail_after(requests);
             let plain = |archive: &Archive| restore(archive, &dir, Point::Newest, &mut |_, _| {});
             let begun = if serve_first {
@@ -252,8 +252,8 @@ fn either_kind_of_restore_takes_over_from_the_other() {
     }
 }
 
-/// A restore that was ended, and then goes on from newer images, of which a chunk is zeroes that was
-/// fetched already.
+/// A restore was ended; when it is run again there are newer images, with zeroes in a chunk that it
+/// had fetched.
 #[test]
 fn nothing_stays_of_the_images_that_an_earlier_restore_had_begun_with() {
     for serves in [false, true] {
@@ -296,7 +296,7 @@ fn nothing_stays_of_the_images_that_an_earlier_restore_had_begun_with() {
 fn random_requests_while_the_images_are_fetched() {
     let (bench, faulty) = archived();
     let archive = bench.archive();
-    let mut served_ones = 0;
+    let mut served_count = 0;
     for seed in 0..25 {
         let mut random = Random(seed);
         let newest = survey(&archive).unwrap().spans[0].last.lsn;
@@ -345,7 +345,7 @@ fn random_requests_while_the_images_are_fetched() {
             store.close().unwrap();
         });
         match begun {
-            (Ok(_), Some(())) => served_ones += 1,
+            (Ok(_), Some(())) => served_count += 1,
             // It could not begin.
             (Err(_), None) => continue,
             (ended, used) => panic!("seed {seed}: {ended:?}, {used:?}"),
@@ -353,5 +353,5 @@ fn random_requests_while_the_images_are_fetched() {
         let bytes = bytes_of(&dir.join("a"), &dir.join("a.wal"));
         assert!(bytes == now, "seed {seed}");
     }
-    assert!(served_ones >= 8, "{served_ones}");
+    assert!(served_count >= 8, "{served_count}");
 }

@@ -323,8 +323,8 @@ pub(crate) fn written(base: &dyn DataFile) -> u64 {
 fn crc_at(base: &dyn DataFile, offset: u64, len: usize) -> std::io::Result<u32> {
     // A disk can be opened while its restore waits for the store.
     if base
-        .fetch()
-        .is_some_and(|fetch| !fetch.has(offset, len as u64))
+        .chunk_gate()
+        .is_some_and(|gate| !gate.has(offset, len as u64))
     {
         return Err(std::io::ErrorKind::WouldBlock.into());
     }

@@ -272,9 +272,8 @@ pub(crate) fn copy<'a>(
         return Ok(CopyOutcome::Complete(Vec::new()));
     }
     let opened = Event::new().and_then(|event| Ok((log.medium.engine(&event)?, event)));
-    let (mut engine, event) =
+    let (engine, event) =
         opened.map_err(|error| Error::io("start a checkpoint of the log", &log.dir, error))?;
-    engine.outwait();
     let pieces = layers.iter().flat_map(|(_, layer)| layer.iter());
     let readahead = Readahead::of(log, pieces);
     pace.plan(readahead.bytes() + cost(layers, medium));
@@ -515,7 +514,7 @@ impl<'a, R: Iterator<Item = (&'a Arc<DiskState>, Run)>> Copier<'a, R> {
         if self.failures.slow_counts {
             self.give_up_unanswered();
         }
-        // Chunks of an image may not come, whatever the time.
+        // A write may wait for a chunk for longer than there is time.
         if !self.flights.is_empty() && over() && self.engine.abandon() {
             self.cut = true;
         }

@@ -52,7 +52,7 @@ impl Image {
             return Err(unanswered());
         }
         // Only the host's files may not answer.
-        let hosted = self.file.host().is_some() || self.file.fetch().is_some();
+        let hosted = self.file.host().is_some() || self.file.chunk_gate().is_some();
         let here = !hosted || cfg!(feature = "shuttle");
         Ok(self.thread.begin(here, operation))
     }
@@ -76,10 +76,10 @@ impl Image {
         }
     }
 
-    /// Lets requests wait for some seconds more at most for what a restore is to fetch.
+    /// Lets reads wait for some seconds more at most for what a restore is to fetch.
     pub(crate) fn limit_waits(&self) {
-        if let Some(fetch) = self.file.fetch() {
-            fetch.limit_waits();
+        if let Some(gate) = self.file.chunk_gate() {
+            gate.limit_waits();
         }
     }
 

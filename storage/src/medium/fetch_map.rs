@@ -12,6 +12,7 @@
 
 use std::fs::File;
 use std::io;
+use std::mem::offset_of;
 use std::ops::Range;
 use std::os::fd::AsFd;
 use std::os::unix::fs::{FileExt, OpenOptionsExt};
@@ -20,22 +21,20 @@ use std::ptr::NonNull;
 use std::sync::atomic::{AtomicU8, AtomicU32, Ordering};
 use std::time::Duration;
 
-use rustix::fs::FlockOperation;
-use rustix::io::Errno;
 use rustix::mm::{MapFlags, ProtFlags, mmap, munmap};
 use rustix::thread::futex;
+use zerocopy::little_endian::{U32, U64};
+use zerocopy::{FromBytes, FromZeros, Immutable, IntoBytes, KnownLayout};
 
 use crate::error::{Error, ErrorKind, Result};
+use crate::medium::file::DataFile;
 use crate::medium::filesystem::{OWNER, parent, sync_dir};
 use crate::medium::host;
 
 const MAGIC: [u8; 8] = *b"WALVFTCH";
 const VERSION: u32 = 1;
 /// Bytes before the chunks' states: the header, and from [`COUNTERS`] on the counters.
-const HEADER: usize = 4096;
-/// Bytes of the header that its checksum covers: magic, version, a zero, the size of a chunk, the
-/// number of chunks.
-const SUMMED: usize = 32;
+const STATES: usize = 4096;
 const COUNTERS: usize = 64;
 /// The counters: how often chunks were asked for, how often they came, and one that rises while
 /// somebody fetches.
@@ -49,6 +48,48 @@ const ATTRIBUTE: &str = "user.walvisor.fetch";
 /// Most chunks of an image: more than of the largest image in chunks of 1 MiB.
 const MOST_CHUNKS: u64 = 1 << 26;
 
+/// Start of a map.
+#[derive(Clone, Copy, Debug, FromBytes, IntoBytes, KnownLayout, Immutable)]
+#[repr(C)]
+struct MapHeader {
+    magic: [u8; 8],
+    version: U32,
+    zero: U32,
+    chunk_bytes: U64,
+    chunks: U64,
+    /// CRC-32C of the fields before.
+    crc: U32,
+}
+
+impl MapHeader {
+    fn new(chunk_bytes: u64, chunks: u64) -> Self {
+        let mut header = Self {
+            magic: MAGIC,
+            version: U32::new(VERSION),
+            zero: U32::new(0),
+            chunk_bytes: U64::new(chunk_bytes),
+            chunks: U64::new(chunks),
+            crc: U32::new(0),
+        };
+        header.crc = U32::new(header.sum());
+        header
+    }
+
+    fn sum(&self) -> u32 {
+        crc32c::crc32c(&self.as_bytes()[..offset_of!(Self, crc)])
+    }
+
+    /// Whether this is the header of a map of `len` bytes.
+    fn is_of(&self, len: u64) -> bool {
+        self.magic == MAGIC
+            && self.crc.get() == self.sum()
+            && self.version.get() == VERSION
+            && self.chunk_bytes.get() > 0
+            && self.chunks.get() <= MOST_CHUNKS
+            && STATES as u64 + self.chunks.get() == len
+    }
+}
+
 /// The state of a chunk.
 mod state {
     /// Not in the image yet.
@@ -59,7 +100,7 @@ mod state {
     pub(super) const WRITTEN: u8 = 2;
     /// In the image.
     pub(super) const FETCHED: u8 = 3;
-    /// The restore can't get it.
+    /// The archive has lost it.
     pub(super) const LOST: u8 = 4;
 }
 
@@ -88,7 +129,7 @@ pub(crate) enum Presence {
     Present,
     /// Some chunk is still to be fetched.
     Absent,
-    /// Some chunk can't be had.
+    /// The archive has lost some chunk.
     Lost,
 }
 
@@ -118,26 +159,24 @@ impl FetchMap {
     ) -> Result<()> {
         let path = Self::path_of(image);
         let chunks = bytes.div_ceil(chunk_bytes);
-        let mut map = vec![0; HEADER];
-        map[..8].copy_from_slice(&MAGIC);
-        map[8..12].copy_from_slice(&VERSION.to_le_bytes());
-        map[16..24].copy_from_slice(&chunk_bytes.to_le_bytes());
-        map[24..SUMMED].copy_from_slice(&chunks.to_le_bytes());
-        let sum = crc32c::crc32c(&map[..SUMMED]);
-        map[SUMMED..SUMMED + 4].copy_from_slice(&sum.to_le_bytes());
+        let header = MapHeader::new(chunk_bytes, chunks);
+        let mut map = vec![0; STATES];
+        map[..size_of::<MapHeader>()].copy_from_slice(header.as_bytes());
         let builder = COUNTERS + 4 * BUILDER;
-        map[builder..builder + 4].copy_from_slice(&std::process::id().to_le_bytes());
-        let states = (0..chunks as usize).map(|chunk| match has(chunk) {
-            true => state::FETCHED,
-            false => state::ABSENT,
-        });
-        map.extend(states);
+        map[builder..builder + 4].copy_from_slice(&std::process::id().to_ne_bytes());
+        map.extend((0..chunks as usize).map(|chunk| {
+            if has(chunk) {
+                state::FETCHED
+            } else {
+                state::ABSENT
+            }
+        }));
         let unfinished = path.with_extension("fetch.new");
         let write = || {
             let mut options = File::options();
             options.write(true).create(true).truncate(true).mode(OWNER);
             let file = options.open(&unfinished)?;
-            file.write_all_at(&map, 0)?;
+            DataFile::write_all_at(&file, &map, 0)?;
             file.sync_all()?;
             std::fs::rename(&unfinished, &path)
         };
@@ -164,13 +203,13 @@ impl FetchMap {
             }
             opened => opened.map_err(|error| Error::io("open the fetch map", &path, error))?,
         };
-        let mut header = [0; HEADER];
-        let read = file.read_exact_at(&mut header, 0);
+        let mut header = MapHeader::new_zeroed();
+        let read = file.read_exact_at(header.as_mut_bytes(), 0);
         let len = read.and_then(|()| Ok(file.metadata()?.len()));
         let len = len.map_err(|error| Error::io("read the fetch map", &path, error))?;
-        let (chunk_bytes, chunks) = decode(&header)
-            .filter(|(_, chunks)| HEADER as u64 + chunks == len)
-            .ok_or_else(|| damaged(&path))?;
+        if !header.is_of(len) {
+            return Err(damaged(&path));
+        }
         let len = len as usize;
         let memory = map_file(&file, len, writable);
         let memory = memory.map_err(|error| Error::io("map the fetch map", &path, error))?;
@@ -179,8 +218,8 @@ impl FetchMap {
             file,
             memory,
             len,
-            chunk_bytes,
-            chunks: chunks as usize,
+            chunk_bytes: header.chunk_bytes.get(),
+            chunks: header.chunks.get() as usize,
             writable,
         }))
     }
@@ -201,11 +240,6 @@ impl FetchMap {
                  'walvisor archive restore' to end, or run it again if it has ended too early"
             ),
         ))
-    }
-
-    /// The map's path.
-    pub fn path(&self) -> &Path {
-        &self.path
     }
 
     /// The number of chunks.
@@ -242,16 +276,15 @@ impl FetchMap {
     pub(crate) fn settle_abandoned(&self) -> Result<()> {
         if self.writable && self.lock()? {
             self.settle()?;
-            let unlocked = rustix::fs::flock(&self.file, FlockOperation::Unlock);
-            unlocked
-                .map_err(|error| Error::io("unlock the fetch map", &self.path, error.into()))?;
+            let unlocked = self.file.unlock();
+            unlocked.map_err(|error| Error::io("unlock the fetch map", &self.path, error))?;
         }
         Ok(())
     }
 
-    /// Makes the caller the only one that fetches; `false`: another process does. Ends when the map
-    /// is dropped. Who has the lock may change the map; all methods that do panic if the map can't be
-    /// written.
+    /// Takes the lock of whoever fetches; `false`: another process has it. Dropping the map
+    /// releases it. Only its owner may change the map; the methods that do panic if the map can't
+    /// be written.
     ///
     /// # Errors
     /// If the file system has no locks, or the map can't be written.
@@ -260,15 +293,12 @@ impl FetchMap {
             let error = io::ErrorKind::ReadOnlyFilesystem.into();
             return Err(Error::io("write the fetch map", &self.path, error));
         }
-        match rustix::fs::flock(&self.file, FlockOperation::NonBlockingLockExclusive) {
-            Ok(()) => Ok(true),
-            Err(Errno::WOULDBLOCK) => Ok(false),
-            Err(error) => Err(Error::io("lock the fetch map", &self.path, error.into())),
-        }
+        let locked = DataFile::try_lock(&self.file, false);
+        locked.map_err(|error| Error::io("lock the fetch map", &self.path, error))
     }
 
     /// What an earlier process has left, once this one has the [lock](Self::lock): chunks that it
-    /// wrote are fetched, and those that it could not get are absent.
+    /// wrote are fetched, and those that were lost are absent.
     ///
     /// # Errors
     /// As [`settle`](Self::settle).
@@ -289,12 +319,16 @@ impl FetchMap {
         )
     }
 
+    /// Whether requests wait for this chunk.
+    pub fn is_asked(&self, chunk: usize) -> bool {
+        self.states()[chunk].load(Ordering::Acquire) == state::ASKED
+    }
+
     /// The chunks for which requests wait.
     pub fn asked(&self) -> Vec<usize> {
-        let asked = |(number, chunk): (usize, &AtomicU8)| {
-            (chunk.load(Ordering::Acquire) == state::ASKED).then_some(number)
-        };
-        self.states().iter().enumerate().filter_map(asked).collect()
+        (0..self.chunks)
+            .filter(|chunk| self.is_asked(*chunk))
+            .collect()
     }
 
     /// A chunk was written to the image, and the image was synced since. It can be used once this
@@ -304,7 +338,7 @@ impl FetchMap {
         self.states()[chunk].store(state::WRITTEN, Ordering::Release);
     }
 
-    /// A chunk can't be had: requests for it fail.
+    /// The archive has lost a chunk: requests for it fail.
     pub fn note_lost(&self, chunk: usize) {
         self.assert_writable();
         self.states()[chunk].store(state::LOST, Ordering::Release);
@@ -373,7 +407,8 @@ impl FetchMap {
 
     /// Whether the image has everything.
     pub(crate) fn is_complete(&self) -> bool {
-        self.presence(0..u64::MAX) == Presence::Present
+        let mut states = self.states().iter();
+        states.all(|chunk| chunk.load(Ordering::Acquire) == state::FETCHED)
     }
 
     /// Bytes of the chunks that the image lacks, the last one counted as a whole.
@@ -434,7 +469,7 @@ impl FetchMap {
         // lives as long as `self`. Each is a byte, which has any alignment, and all accesses are
         // atomic. A read-only mapping is only loaded from: those who store have a writable one.
         unsafe {
-            let first = self.memory.add(HEADER).cast::<AtomicU8>();
+            let first = self.memory.add(STATES).cast::<AtomicU8>();
             std::slice::from_raw_parts(first.as_ptr(), self.chunks)
         }
     }
@@ -478,28 +513,15 @@ fn refuse_lone(image: &Path) -> Result<()> {
         Ok(Some(_)) => Err(Error::new(
             ErrorKind::NotFound,
             format!(
-                "{}: not all of the image was fetched from its archive, and what it lacks is in no \
-                 file {}; put that back, or restore to another directory",
+                "{}: the image is incomplete, and its fetch map is missing: {}; put that back, or \
+                 restore to another directory",
                 image.display(),
                 FetchMap::path_of(image).display()
             ),
         )),
-        // Who opens the image tells about it.
+        // If the image can't be read, its opener says so.
         _ => Ok(()),
     }
-}
-
-/// The size of a chunk, and the number of chunks.
-fn decode(header: &[u8; HEADER]) -> Option<(u64, u64)> {
-    let word = |at: usize| header[at..at + 4].try_into().map_or(0, u32::from_le_bytes);
-    let long = |at: usize| header[at..at + 8].try_into().map_or(0, u64::from_le_bytes);
-    let (chunk_bytes, chunks) = (long(16), long(24));
-    let right = header[..8] == MAGIC
-        && word(SUMMED) == crc32c::crc32c(&header[..SUMMED])
-        && word(8) == VERSION
-        && chunk_bytes > 0
-        && chunks <= MOST_CHUNKS;
-    right.then_some((chunk_bytes, chunks))
 }
 
 fn damaged(path: &Path) -> Error {
@@ -514,9 +536,10 @@ fn damaged(path: &Path) -> Error {
 }
 
 fn map_file(file: impl AsFd, len: usize, writable: bool) -> io::Result<NonNull<u8>> {
-    let protection = match writable {
-        true => ProtFlags::READ | ProtFlags::WRITE,
-        false => ProtFlags::READ,
+    let protection = if writable {
+        ProtFlags::READ | ProtFlags::WRITE
+    } else {
+        ProtFlags::READ
     };
     let (anywhere, shared) = (std::ptr::null_mut(), MapFlags::SHARED);
     // SAFETY: a new mapping at an address of the kernel's choice: no memory that is in use changes.
@@ -533,8 +556,8 @@ fn read_only(error: &io::Error) -> bool {
 /// Waits while the counter has this value, at most `time`. May return early.
 fn wait(counter: &AtomicU32, value: u32, time: Duration) {
     let Ok(time) = time.try_into() else { return };
-    // Another value, a signal, or the end of the time: the caller looks again in any case. The flags
-    // are those of memory that processes share.
+    // Why it returns does not matter: the caller looks again. The flags are those of memory that
+    // processes share.
     let _ = futex::wait(counter, futex::Flags::empty(), value, Some(&time));
 }
 
@@ -622,7 +645,7 @@ mod tests {
         FetchMap::create(&image, 8 << 20, 4 << 20, |_| false).unwrap();
         let path = FetchMap::path_of(&image);
         let right = std::fs::read(&path).unwrap();
-        let mut wrong: Vec<Vec<u8>> = (0..SUMMED + 4)
+        let mut wrong: Vec<Vec<u8>> = (0..size_of::<MapHeader>())
             .map(|at| {
                 let mut map = right.clone();
                 map[at] ^= 1;

@@ -29,7 +29,7 @@ use crate::error::{Error, Result, invalid};
 use crate::medium::checksum::ChecksumTable;
 use crate::medium::host;
 use crate::medium::mark::{ImageMark, Inode};
-use crate::medium::partial_file::Fetch;
+use crate::medium::partial_file::ChunkGate;
 use crate::sync::atomic::{AtomicBool, Ordering};
 use crate::sync::{Arc, RwLock};
 use crate::{Buffer, SharedBuffer};
@@ -47,8 +47,8 @@ pub(crate) trait ReadFile: Send + Sync + std::fmt::Debug {
 
 /// The store's operations on a file that holds data: a segment, the control file, a base image.
 pub(crate) trait DataFile: ReadFile {
-    /// The fetching of an image that lacks chunks; `None`: the file has everything.
-    fn fetch(&self) -> Option<&Arc<Fetch>> {
+    /// What keeps operations until an image has their chunks; `None`: the file has everything.
+    fn chunk_gate(&self) -> Option<&Arc<ChunkGate>> {
         None
     }
     /// The file itself, for its extended attributes; `None` if it is not on the host.
@@ -604,9 +604,6 @@ pub(crate) fn append_cached(io: &Io) -> Option<io::Result<AppendStats>> {
 pub(crate) trait Engine: Send {
     /// Takes an operation; it may start now or at the next [`enter`](Self::enter).
     fn submit(&mut self, id: u64, io: Io);
-    /// From now on, operations wait for chunks of an image even where requests may not any longer.
-    /// For copies of the log.
-    fn outwait(&mut self) {}
     /// Fails operations that wait for chunks of an image. Whether there were any.
     fn abandon(&mut self) -> bool {
         false

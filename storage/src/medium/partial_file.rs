@@ -22,8 +22,8 @@ use crate::sync::{Arc, Event, Mutex, thread};
 
 /// Without a sign from the restore for this long, requests for what it should fetch fail.
 const SILENCE: Duration = Duration::from_secs(10);
-/// How long requests still wait for chunks when somebody waits for the requests to end; and how long
-/// they fail from then on.
+/// How long reads still wait for chunks when somebody waits for them to end, and for how long they
+/// fail after that.
 const LAST_WAIT: Duration = Duration::from_secs(5);
 const REFUSAL: Duration = Duration::from_secs(3);
 /// How long a plain call waits for chunks: the log's keeper, which has other work, may be the
@@ -36,7 +36,7 @@ const LOOK: Duration = Duration::from_secs(1);
 #[derive(Debug)]
 pub(crate) struct PartialFile {
     file: Box<dyn DataFile>,
-    fetch: Arc<Fetch>,
+    gate: Arc<ChunkGate>,
 }
 
 impl PartialFile {
@@ -50,7 +50,7 @@ impl PartialFile {
         };
         map.refuse_unready(path)?;
         map.settle_abandoned()?;
-        let fetch = Arc::new(Fetch {
+        let gate = Arc::new(ChunkGate {
             image: path.to_owned(),
             complete: AtomicBool::new(map.is_complete()),
             sign: Mutex::new((map.pulse(), Instant::now())),
@@ -58,7 +58,7 @@ impl PartialFile {
             waiters: Mutex::default(),
             map,
         });
-        Ok(Box::new(Self { file, fetch }))
+        Ok(Box::new(Self { file, gate }))
     }
 
     /// Waits for the chunks of `len` bytes from `offset` on.
@@ -68,18 +68,18 @@ impl PartialFile {
     fn need(&self, offset: u64, len: u64) -> io::Result<()> {
         let (bytes, began) = (offset..offset.saturating_add(len), Instant::now());
         loop {
-            let arrivals = self.fetch.map.arrivals();
-            match self.fetch.check(bytes.clone()) {
-                FetchState::Present => return Ok(()),
-                FetchState::Failed(error) => return Err(error),
-                FetchState::Absent if began.elapsed() > PLAIN_WAIT => {
+            let arrivals = self.gate.map.arrivals();
+            match self.gate.check(bytes.clone()) {
+                GateState::Present => return Ok(()),
+                GateState::Failed(error) => return Err(error),
+                GateState::Absent if began.elapsed() > PLAIN_WAIT => {
                     return Err(self
-                        .fetch
+                        .gate
                         .error("a chunk has not come from the archive in time"));
                 }
-                FetchState::Absent => {
-                    self.fetch.map.ask(bytes.clone());
-                    self.fetch.map.wait_for_arrival(arrivals, LOOK);
+                GateState::Absent => {
+                    self.gate.map.ask(bytes.clone());
+                    self.gate.map.wait_for_arrival(arrivals, LOOK);
                 }
             }
         }
@@ -88,22 +88,22 @@ impl PartialFile {
 
 /// Whether an operation on an image can be carried out.
 #[derive(Debug)]
-pub(crate) enum FetchState {
+pub(crate) enum GateState {
     Present,
     Absent,
     Failed(io::Error),
 }
 
-/// The fetching of an image, as its disk's owner sees it.
+/// Lets operations on an image pass once the image has their chunks.
 #[derive(Debug)]
-pub(crate) struct Fetch {
+pub(crate) struct ChunkGate {
     image: PathBuf,
     map: FetchMap,
     /// Whether the image has everything.
     complete: AtomicBool,
     /// The restore's last sign of life, and when it was seen.
     sign: Mutex<(u32, Instant)>,
-    /// From when on requests fail instead of waiting, for [`REFUSAL`].
+    /// From when on reads fail instead of waiting, for [`REFUSAL`].
     refusal: Mutex<Option<Instant>>,
     waiters: Mutex<Waiters>,
 }
@@ -117,29 +117,29 @@ struct Waiters {
     watched: bool,
 }
 
-impl Fetch {
+impl ChunkGate {
     /// Whether an operation on these bytes can be carried out.
-    pub(crate) fn check(&self, bytes: Range<u64>) -> FetchState {
+    pub(crate) fn check(&self, bytes: Range<u64>) -> GateState {
         if self.complete.load(Ordering::Acquire) {
-            return FetchState::Present;
+            return GateState::Present;
         }
         match self.map.presence(bytes) {
-            Presence::Present => FetchState::Present,
-            Presence::Lost => FetchState::Failed(self.error(
-                "a chunk can't be had from the archive: 'walvisor archive restore' said why",
-            )),
-            Presence::Absent if self.is_silent() => FetchState::Failed(self.error(
+            Presence::Present => GateState::Present,
+            Presence::Lost => GateState::Failed(
+                self.error("the archive has lost a chunk: 'walvisor archive restore' said which"),
+            ),
+            Presence::Absent if self.is_silent() => GateState::Failed(self.error(
                 "a chunk is not fetched yet, and nobody fetches it: run 'walvisor archive \
                  restore' again, with the same arguments",
             )),
-            Presence::Absent => FetchState::Absent,
+            Presence::Absent => GateState::Absent,
         }
     }
 
     /// Whether the image has these bytes already.
     pub(crate) fn has(&self, offset: u64, len: u64) -> bool {
         let bytes = offset..offset.saturating_add(len);
-        matches!(self.check(bytes), FetchState::Present)
+        matches!(self.check(bytes), GateState::Present)
     }
 
     /// Bytes of the chunks that the image lacks.
@@ -147,23 +147,24 @@ impl Fetch {
         self.map.absent_bytes()
     }
 
-    /// Lets requests wait for chunks for some seconds more at most.
+    /// Lets reads wait for chunks for some seconds more at most.
     pub(crate) fn limit_waits(&self) {
         let mut refusal = self.refusal.lock().expect("refusal lock");
         refusal.get_or_insert(Instant::now() + LAST_WAIT);
     }
 
-    /// Why a request for absent chunks fails instead of waiting; `None`: it may wait.
+    /// Why a read of absent chunks fails instead of waiting; `None`: it may wait.
     pub(crate) fn refuses(&self) -> Option<io::Error> {
         let mut refusal = self.refusal.lock().expect("refusal lock");
-        let over = (*refusal)?.elapsed();
-        if over > REFUSAL {
+        let (from, now) = ((*refusal)?, Instant::now());
+        if now < from {
+            return None;
+        } else if now > from + REFUSAL {
             *refusal = None;
+            return None;
         }
-        let refuses = !over.is_zero() && over <= REFUSAL;
-        refuses.then(|| {
-            self.error("a chunk is not fetched yet, and somebody waits for the requests to end")
-        })
+        let why = "a chunk is not fetched yet, and somebody waits for the requests to end";
+        Some(self.error(why))
     }
 
     fn error(&self, why: &str) -> io::Error {
@@ -192,14 +193,14 @@ impl Fetch {
         let key = event.fd().as_raw_fd();
         waiters.events.insert(key, event.try_clone()?);
         if !waiters.watched {
-            let (fetch, arrivals) = (self.clone(), self.map.arrivals());
+            let (gate, arrivals) = (self.clone(), self.map.arrivals());
             let watch = thread::Builder::new().name("fetch-watch".into());
-            watch.spawn(move || fetch.watch(arrivals))?;
+            watch.spawn(move || gate.watch(arrivals))?;
             waiters.watched = true;
         }
         drop(waiters);
-        // They may have come before the thread looked.
-        if !matches!(self.check(bytes), FetchState::Absent) {
+        // The chunks may have come before the thread looked.
+        if !matches!(self.check(bytes), GateState::Absent) {
             event.signal();
         }
         Ok(())
@@ -209,7 +210,7 @@ impl Fetch {
     fn watch(&self, mut arrivals: u32) {
         loop {
             self.map.wait_for_arrival(arrivals, LOOK);
-            // Before the waiters are: who comes after that has seen what had arrived.
+            // Read before the waiters are woken: whoever registers later has seen these arrivals.
             arrivals = self.map.arrivals();
             let mut waiters = self.waiters.lock().expect("waiters lock");
             if waiters.events.is_empty() {
@@ -243,13 +244,13 @@ impl ReadFile for PartialFile {
 
     /// `None` while chunks are absent: the file's holes are then not those of the disk.
     fn host(&self) -> Option<&File> {
-        self.fetch.is_complete().then(|| self.file.host()).flatten()
+        self.gate.is_complete().then(|| self.file.host()).flatten()
     }
 }
 
 impl DataFile for PartialFile {
-    fn fetch(&self) -> Option<&Arc<Fetch>> {
-        Some(&self.fetch)
+    fn chunk_gate(&self) -> Option<&Arc<ChunkGate>> {
+        Some(&self.gate)
     }
 
     fn attributes(&self) -> Option<&File> {

@@ -158,7 +158,7 @@ pub fn inspect_with_progress(
     let metadata = base.file.host().map(File::metadata).transpose();
     let metadata = metadata.map_err(|error| Error::io("read its metadata", path, error))?;
     let (size, marked) = (base.size, base.identity.mark.is_some());
-    let unfetched = base.file.fetch().map_or(0, |fetch| fetch.absent_bytes());
+    let unfetched = base.file.chunk_gate().map_or(0, |gate| gate.absent_bytes());
     let allocated = metadata.map_or(size.saturating_sub(unfetched), |metadata| {
         metadata.blocks() * 512
     });

@@ -150,7 +150,7 @@ fn disks_are_used_while_they_are_fetched_whoever_is_killed() {
                 let at = random.below(BLOCKS);
                 number += 1;
                 block[..8].copy_from_slice(&number.to_le_bytes());
-                // An older write to it that may be there is one too many for the oracle.
+                // The oracle can tell only one unflushed write to a block from the flushed one.
                 if oracle.perhaps.contains_key(&at) {
                     continue;
                 }

@@ -1,10 +1,11 @@
 //! An engine that keeps an operation on an image until the chunks that it needs were fetched (see
 //! [`partial_file`](crate::medium::partial_file)). All others pass.
 
+use std::io;
 use std::ops::Range;
 
 use crate::medium::file::{Engine, Io, IoCompletion, ReadSource};
-use crate::medium::partial_file::{Fetch, FetchState};
+use crate::medium::partial_file::{ChunkGate, GateState};
 use crate::sync::{Arc, Event};
 
 /// See the module's documentation.
@@ -14,8 +15,6 @@ pub(super) struct GatedEngine {
     kept: Vec<(u64, Io)>,
     /// Operations that failed without being carried out.
     failed: Vec<IoCompletion>,
-    /// Operations wait although requests may not.
-    outwaits: bool,
     event: Event,
 }
 
@@ -25,31 +24,22 @@ impl GatedEngine {
             inner,
             kept: Vec::new(),
             failed: Vec::new(),
-            outwaits: false,
             event,
         }
     }
 
     /// Hands an operation on, or keeps it. Whether it was handed on.
     fn pass(&mut self, id: u64, io: Io) -> bool {
-        let waits = needs(&io).and_then(|(fetch, bytes)| {
-            let waits = match fetch.check(bytes.clone()) {
-                FetchState::Present => return None,
-                FetchState::Failed(error) => Err(error),
-                FetchState::Absent => match fetch.refuses().filter(|_| !self.outwaits) {
-                    Some(error) => Err(error),
-                    None => fetch.ask(bytes, &self.event),
-                },
-            };
-            Some(waits)
-        });
-        match waits {
+        let kept = match self.keep(&io) {
             None => {
                 self.inner.submit(id, io);
                 return true;
             }
-            Some(Ok(())) => self.kept.push((id, io)),
-            Some(Err(error)) => {
+            Some(kept) => kept,
+        };
+        match kept {
+            Ok(()) => self.kept.push((id, io)),
+            Err(error) => {
                 let result = Err(error);
                 self.failed.push(IoCompletion { id, result });
                 self.event.signal();
@@ -57,10 +47,28 @@ impl GatedEngine {
         }
         false
     }
+
+    /// Asks for the chunks that an operation waits for; `None`: it need not wait.
+    ///
+    /// # Errors
+    /// If it must not wait, or the chunks are lost.
+    fn keep(&self, io: &Io) -> Option<io::Result<()>> {
+        let (gate, bytes) = needs(io)?;
+        // Copies of the log, which write, have limits of their own.
+        let refusal = || gate.refuses().filter(|_| matches!(io, Io::Read { .. }));
+        match gate.check(bytes.clone()) {
+            GateState::Present => None,
+            GateState::Failed(error) => Some(Err(error)),
+            GateState::Absent => Some(match refusal() {
+                Some(error) => Err(error),
+                None => gate.ask(bytes, &self.event),
+            }),
+        }
+    }
 }
 
-/// What of an image an operation needs that may lack chunks.
-fn needs(io: &Io) -> Option<(&Arc<Fetch>, Range<u64>)> {
+/// The bytes that an operation needs of an image that may lack chunks.
+fn needs(io: &Io) -> Option<(&Arc<ChunkGate>, Range<u64>)> {
     let (file, offset, len) = match io {
         Io::Read {
             source: ReadSource::File(file),
@@ -73,13 +81,13 @@ fn needs(io: &Io) -> Option<(&Arc<Fetch>, Range<u64>)> {
             chunks,
         } => {
             // Most files have all chunks, and need no length.
-            base.fetch()?;
+            base.chunk_gate()?;
             (base, *offset, chunks.iter().map(|chunk| chunk.len).sum())
         }
         _ => return None,
     };
-    let fetch = file.fetch()?;
-    Some((fetch, offset..offset + len as u64))
+    let gate = file.chunk_gate()?;
+    Some((gate, offset..offset + len as u64))
 }
 
 impl Engine for GatedEngine {
@@ -87,18 +95,14 @@ impl Engine for GatedEngine {
         self.pass(id, io);
     }
 
-    fn outwait(&mut self) {
-        self.outwaits = true;
-    }
-
     fn abandon(&mut self) -> bool {
+        let any = !self.kept.is_empty();
         let abandoned = self.kept.drain(..).map(|(id, _)| IoCompletion {
             id,
-            result: Err(std::io::ErrorKind::TimedOut.into()),
+            result: Err(io::ErrorKind::TimedOut.into()),
         });
-        let before = self.failed.len();
         self.failed.extend(abandoned);
-        self.failed.len() > before
+        any
     }
 
     fn enter(&mut self) {

@@ -3,13 +3,12 @@
 //! ```text
 //!   port, copy ──submit──▶ Engine ──▶ io_uring, if the kernel has it               (uring.rs)
 //!     ▲                          └──▶ else reads inline, and a thread with pwritev2  (blocking.rs)
-//!     │                          └──▶ an image that lacks chunks: kept until they are there (gated.rs)
 //!     └──── poll ◀── event descriptor
 //!
 //!   the log's appends ─────▶ system calls in the thread that needs them            (medium/file.rs)
 //! ```
 //! An operation owns its buffers until it is polled as done, so none is freed while the kernel uses
-//! it.
+//! it. In front of either engine, `gated.rs` keeps operations while an image lacks their chunks.
 
 mod blocking;
 mod gated;
