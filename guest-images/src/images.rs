@@ -13,7 +13,7 @@ use std::path::{Path, PathBuf};
 use crate::cache::{Cache, MANIFEST};
 use crate::error::{Error, FileContext, Result};
 use crate::kernel::{Modules, extract_vmlinux};
-use crate::packages;
+use crate::packages::{self, Backports};
 use crate::reporter::Reporter;
 use crate::scratch::ScratchDir;
 use crate::userland::{FileTree, make_ext4};
@@ -66,7 +66,16 @@ const OUTER_MODULES: [&str; 9] = [
 
 /// The modules of `initramfs-scsi.cpio`, for jobs that use that machine's SCSI target.
 const SCSI_MODULES: [&str; 4] = ["target_core_user", "tcm_loop", "vhost_scsi", "sd_mod"];
-/// The modules of a guest with Debian's newer kernel, which has a SCSI disk.
+/// A kernel that is newer than Debian 12's own.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum NewerKernel {
+    /// Linux 6.12, which Debian 12 has beside its own.
+    V6_12,
+    /// The newest that Debian builds for a stable release: of Debian 13's backports.
+    Newest,
+}
+
+/// The modules of a guest with a newer kernel, which has a SCSI disk.
 const NEWER_GUEST_MODULES: [&str; 5] = [
     "virtio_mmio",
     "virtio_pci",
@@ -74,9 +83,20 @@ const NEWER_GUEST_MODULES: [&str; 5] = [
     "virtio_scsi",
     "sd_mod",
 ];
+/// The further modules of its `initramfs-volumes.cpio`.
+const VOLUME_MODULES: [&str; 3] = ["ext4", "xfs", "dm_mod"];
 /// The modules of a machine around a job, with that kernel: the job uses its user-space block
-/// driver.
-const NEWER_OUTER_MODULES: [&str; 5] = ["virtio_pci", "virtio_blk", "ext4", "kvm_amd", "ublk_drv"];
+/// driver, or its SCSI target.
+const NEWER_OUTER_MODULES: [&str; 8] = [
+    "virtio_pci",
+    "virtio_blk",
+    "ext4",
+    "kvm_amd",
+    "ublk_drv",
+    "target_core_user",
+    "tcm_loop",
+    "sd_mod",
+];
 /// Host programs that the build needs, each with its package.
 const BUILD_NEEDS: [(&str, &str); 8] = [
     ("dpkg-deb", "dpkg"),
@@ -115,14 +135,22 @@ impl GuestImages {
     /// # Errors
     /// A download or a step of the build fails. The cache is then as before.
     pub fn ensure(cache: &Cache, reporter: &Reporter) -> Result<Self> {
+        Self::ensure_with(Self::from_package_lists, cache, reporter)
+    }
+
+    /// As `build`, and once more if apt's package lists turn out to be outdated.
+    fn ensure_with(
+        build: impl Fn(&Cache, &ScratchDir, &Reporter) -> Result<Self>,
+        cache: &Cache,
+        reporter: &Reporter,
+    ) -> Result<Self> {
         packages::install_missing(&BUILD_NEEDS, reporter)?;
         let scratch = ScratchDir::new(cache, reporter)?;
-        match Self::from_package_lists(cache, &scratch, reporter) {
-            // This machine's package lists are outdated: the archive no longer has the versions
-            // that they name.
+        match build(cache, &scratch, reporter) {
+            // The archive no longer has the versions that the lists name.
             Err(Error::Program { command, .. }) if command.starts_with("apt-get ") => {
                 packages::update(reporter)?;
-                Self::from_package_lists(cache, &scratch, reporter)
+                build(cache, &scratch, reporter)
             }
             ensured => ensured,
         }
@@ -146,7 +174,7 @@ impl GuestImages {
         ];
         let directory = cache.entry("guest", &inputs, reporter, |directory| {
             let unpacked = scratch.path().join("unpacked");
-            packages::unpack(&packages, scratch.path(), &unpacked, reporter)?;
+            packages::unpack(&packages, None, scratch.path(), &unpacked, reporter)?;
             build_guest(&unpacked, scratch.path(), directory, reporter)?;
             let record = directory.join("packages.txt");
             fs::write(&record, &list).at("write", &record)
@@ -154,21 +182,51 @@ impl GuestImages {
         Ok(Self { directory })
     }
 
-    /// `vmlinuz`, `initramfs-base.cpio`, an empty `initramfs-fio.cpio` and `initramfs-outer.cpio`
-    /// with Debian's newer kernel, 6.12, which knows atomic writes and user-space block devices.
+    /// `vmlinuz`, `initramfs-base.cpio` and `initramfs-outer.cpio` with a newer kernel, which knows
+    /// atomic writes and user-space block devices; and `initramfs-volumes.cpio` with LVM, ext4 and
+    /// xfs, to be appended to the base.
     ///
     /// # Errors
     /// As [`ensure`](Self::ensure).
-    pub fn ensure_newer(cache: &Cache, reporter: &Reporter) -> Result<Self> {
-        packages::install_missing(&BUILD_NEEDS, reporter)?;
-        let scratch = ScratchDir::new(cache, reporter)?;
-        let kept = cache.root().join("versions-newer");
-        let packages =
-            packages::resolve(&packages::NEWER_PACKAGES, &kept, scratch.path(), reporter)?;
-        let list = packages::list(&packages);
-        let modules = [&NEWER_GUEST_MODULES[..], &NEWER_OUTER_MODULES]
-            .concat()
-            .join(" ");
+    pub fn ensure_newer(cache: &Cache, kernel: NewerKernel, reporter: &Reporter) -> Result<Self> {
+        let build = |cache: &Cache, scratch: &ScratchDir, reporter: &Reporter| match kernel {
+            NewerKernel::V6_12 => {
+                let wanted = [&packages::NEWER_PACKAGES[..], &[packages::KERNEL_6_12]].concat();
+                Self::with_kernel("newer", &wanted, None, cache, scratch, reporter)
+            }
+            NewerKernel::Newest => {
+                let backports = Backports::new(cache.root().join("backports"));
+                let wanted = &packages::NEWER_PACKAGES;
+                Self::with_kernel("newest", wanted, Some(&backports), cache, scratch, reporter)
+            }
+        };
+        Self::ensure_with(build, cache, reporter)
+    }
+
+    /// Images of the packages `wanted`, with the kernel of `backports` if there are any.
+    fn with_kernel(
+        name: &str,
+        wanted: &[&str],
+        backports: Option<&Backports>,
+        cache: &Cache,
+        scratch: &ScratchDir,
+        reporter: &Reporter,
+    ) -> Result<Self> {
+        let kept = |part: &str| cache.root().join(format!("versions-{name}{part}"));
+        let packages = packages::resolve(wanted, &kept(""), scratch.path(), reporter)?;
+        let kernel = match backports {
+            Some(backports) => {
+                backports.resolve_kernel(&kept("-kernel"), scratch.path(), reporter)?
+            }
+            None => Vec::new(),
+        };
+        let list = packages::list(&packages) + &packages::list(&kernel);
+        let modules = [
+            &NEWER_GUEST_MODULES[..],
+            &VOLUME_MODULES,
+            &NEWER_OUTER_MODULES,
+        ];
+        let modules = modules.concat().join(" ");
         let inputs = [
             BUILDER,
             list.as_bytes(),
@@ -176,28 +234,47 @@ impl GuestImages {
             GUEST_INIT.as_bytes(),
             OUTER_INIT.as_bytes(),
         ];
-        let directory = cache.entry("newer", &inputs, reporter, |directory| {
+        let directory = cache.entry(name, &inputs, reporter, |directory| {
             let unpacked = scratch.path().join("unpacked");
-            packages::unpack(&packages, scratch.path(), &unpacked, reporter)?;
-            let (vmlinuz, target) = (find_kernel(&unpacked.join("boot"))?, "vmlinuz");
-            fs::copy(&vmlinuz, directory.join(target)).at("copy", &vmlinuz)?;
-            let base = FileTree::new(scratch.path().join("base"))?;
-            add_system(&base, &unpacked, "init", GUEST_INIT, &NEWER_GUEST_MODULES)?;
-            base.pack_initramfs(&directory.join("initramfs-base.cpio"))?;
-            let none = FileTree::new(scratch.path().join("none"))?;
-            none.pack_initramfs(&directory.join("initramfs-fio.cpio"))?;
-            let outer = FileTree::new(scratch.path().join("outer"))?;
-            add_system(&outer, &unpacked, "init", OUTER_INIT, &NEWER_OUTER_MODULES)?;
-            outer.directories(&["base", "images"])?;
-            outer.pack_initramfs(&directory.join("initramfs-outer.cpio"))
+            packages::unpack(&packages, None, scratch.path(), &unpacked, reporter)?;
+            if backports.is_some() {
+                packages::unpack(&kernel, backports, scratch.path(), &unpacked, reporter)?;
+            }
+            build_newer(&unpacked, scratch.path(), directory)
         })?;
         Ok(Self { directory })
+    }
+
+    /// The parts of an initramfs that a guest without a disk of its own boots.
+    pub(crate) fn initramfs_parts(&self) -> Vec<PathBuf> {
+        let parts = ["base", "fio", "volumes"].map(|part| format!("initramfs-{part}.cpio"));
+        let paths = parts.iter().map(|name| self.path(name));
+        paths.filter(|path| path.exists()).collect()
     }
 
     /// The path of one of the files that [`GuestImages`] lists.
     pub(crate) fn path(&self, name: &str) -> PathBuf {
         self.directory.join(name)
     }
+}
+
+fn build_newer(unpacked: &Path, scratch: &Path, directory: &Path) -> Result<()> {
+    let vmlinuz = find_kernel(unpacked)?;
+    fs::copy(&vmlinuz, directory.join("vmlinuz")).at("copy", &vmlinuz)?;
+    let base = FileTree::new(scratch.join("base"))?;
+    add_system(&base, unpacked, "init", GUEST_INIT, &NEWER_GUEST_MODULES)?;
+    base.pack_initramfs(&directory.join("initramfs-base.cpio"))?;
+    let volumes = FileTree::new(scratch.join("volumes"))?;
+    for program in ["sbin/lvm", "sbin/mkfs.xfs"] {
+        volumes.program(unpacked, program)?;
+    }
+    let all = [&NEWER_GUEST_MODULES[..], &VOLUME_MODULES].concat();
+    add_modules(&volumes, unpacked, &all, &NEWER_GUEST_MODULES)?;
+    volumes.pack_initramfs(&directory.join("initramfs-volumes.cpio"))?;
+    let outer = FileTree::new(scratch.join("outer"))?;
+    add_system(&outer, unpacked, "init", OUTER_INIT, &NEWER_OUTER_MODULES)?;
+    outer.directories(&["base", "images"])?;
+    outer.pack_initramfs(&directory.join("initramfs-outer.cpio"))
 }
 
 fn build_guest(
@@ -207,7 +284,7 @@ fn build_guest(
     reporter: &Reporter,
 ) -> Result<()> {
     reporter.progress("extracting the kernel");
-    let vmlinuz = find_kernel(&unpacked.join("boot"))?;
+    let vmlinuz = find_kernel(unpacked)?;
     let image = fs::read(&vmlinuz).at("read", &vmlinuz)?;
     let target = directory.join("vmlinux");
     fs::write(&target, extract_vmlinux(&image)?).at("write", &target)?;
@@ -283,15 +360,22 @@ fn add_modules(tree: &FileTree, unpacked: &Path, modules: &[&str], present: &[&s
     Ok(())
 }
 
-fn find_kernel(boot: &Path) -> Result<PathBuf> {
-    fs::read_dir(boot)
-        .at("read", boot)?
-        .filter_map(|entry| entry.ok().map(|entry| entry.path()))
-        .find(|path| {
-            path.file_name()
-                .is_some_and(|name| name.to_string_lossy().starts_with("vmlinuz-"))
-        })
-        .ok_or_else(|| Error::Unusable("the kernel package has no /boot/vmlinuz-*".to_owned()))
+/// `boot/vmlinuz-VERSION`, or `usr/lib/modules/VERSION/vmlinuz` in newer packages.
+fn find_kernel(unpacked: &Path) -> Result<PathBuf> {
+    let entries = |directory: &str| {
+        let found = fs::read_dir(unpacked.join(directory)).into_iter().flatten();
+        found.filter_map(|entry| Some(entry.ok()?.path()))
+    };
+    let is_named = |path: &PathBuf| {
+        let name = path.file_name().unwrap_or_default();
+        name.to_string_lossy().starts_with("vmlinuz-")
+    };
+    let beside_modules = entries("usr/lib/modules").map(|path| path.join("vmlinuz"));
+    entries("boot")
+        .filter(is_named)
+        .chain(beside_modules.filter(|path| path.exists()))
+        .next()
+        .ok_or_else(|| Error::Unusable("the kernel's packages have no vmlinuz".to_owned()))
 }
 
 /// The disk with the guest's images, for the machine around a nested guest.

@@ -11,7 +11,7 @@ use std::time::{Duration, Instant};
 
 use crate::cache::Cache;
 use crate::error::{Error, FileContext, Result};
-use crate::images::{GuestImages, images_disk};
+use crate::images::{GuestImages, NewerKernel, images_disk};
 use crate::machine::Machine;
 use crate::nested::{BootEnd, NestedBoot, extract};
 use crate::packages::install_missing;
@@ -54,8 +54,8 @@ pub struct GuestJob {
     /// The most attempts, at least 1: the job is retried if its machine or a guest on it hangs or
     /// crashes.
     pub attempts: u32,
-    /// Whether a nested machine has Debian's newer kernel, 6.12.
-    pub newer_kernel: bool,
+    /// The kernel of a nested machine, if not Debian 12's own.
+    pub kernel: Option<NewerKernel>,
     /// The sockets of vhost-user disks: /dev/vdc of a nested machine, and so on.
     pub disks: Vec<PathBuf>,
     /// A socket for a network card of a nested machine: a stream of frames, each after its length.
@@ -76,7 +76,7 @@ impl GuestJob {
             limit: Duration::from_secs(600),
             disk_mebibytes: 4096,
             attempts: 6,
-            newer_kernel: false,
+            kernel: None,
             disks: Vec::new(),
             network: None,
             terminal: false,
@@ -140,10 +140,9 @@ impl GuestJob {
                     // One nested job at a time: two emulated machines would starve each other.
                     let _session = cache.lock("session", reporter)?;
                     let disk = images_disk(cache, &images, reporter)?;
-                    let system = if self.newer_kernel {
-                        GuestImages::ensure_newer(cache, reporter)?
-                    } else {
-                        images.clone()
+                    let system = match self.kernel {
+                        Some(kernel) => GuestImages::ensure_newer(cache, kernel, reporter)?,
+                        None => images.clone(),
                     };
                     reporter.progress("booting the outer machine");
                     if self.terminal {

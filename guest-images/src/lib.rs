@@ -70,7 +70,7 @@ pub use cache::Cache;
 pub use demo::demo;
 pub use error::{Error, Result};
 pub use guest::{CableEnd, Guest, Libvirt, UserMode};
-pub use images::GuestImages;
+pub use images::{GuestImages, NewerKernel};
 pub use job::{GuestJob, JobOutcome};
 pub use machine::Machine;
 pub use metrics::Metrics;

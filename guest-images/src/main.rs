@@ -7,8 +7,8 @@ use std::time::Duration;
 
 use clap::{Parser, Subcommand};
 use walvisor_guest_images::{
-    Cache, Error, Guest, GuestImages, GuestJob, Machine, OwnGuest, Reporter, Result, UserMode,
-    demo, guest::END, install_missing, sibling_or_built, stop,
+    Cache, Error, Guest, GuestImages, GuestJob, Machine, NewerKernel, OwnGuest, Reporter, Result,
+    UserMode, demo, guest::END, install_missing, sibling_or_built, stop,
 };
 
 #[derive(Parser)]
@@ -191,7 +191,7 @@ fn run_action(arguments: Arguments) -> Result<u8> {
                     .into_owned();
                 job = job.file(name, fs::read(&file).map_err(read_error(&file))?);
             }
-            job.newer_kernel = newer_kernel;
+            job.kernel = newer_kernel.then_some(NewerKernel::V6_12);
             let outcome = if newer_kernel {
                 job.run_on(Machine::Nested, &cache, &reporter)?
             } else {

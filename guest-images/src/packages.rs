@@ -24,12 +24,13 @@ pub(crate) const GUEST_PACKAGES: [&str; 7] = [
     "xfsprogs",
 ];
 
-/// The packages that a machine with a newer kernel is made of: Debian 12 has it beside its own.
-pub(crate) const NEWER_PACKAGES: [&str; 3] = [
-    "linux-image-6.12-cloud-amd64",
-    "busybox-static",
-    "e2fsprogs",
-];
+const KERNEL: &str = "linux-image-";
+/// The kernel that Debian 12 has beside its own.
+pub(crate) const KERNEL_6_12: &str = "linux-image-6.12-cloud-amd64";
+/// The packages that a machine with a newer kernel is made of, beside the kernel.
+pub(crate) const NEWER_PACKAGES: [&str; 4] = ["busybox-static", "e2fsprogs", "lvm2", "xfsprogs"];
+/// The release with the newest kernel that Debian builds for a stable release.
+const BACKPORTS: &str = "trixie-backports";
 
 /// How long to wait for another apt, usually the search for updates on a machine that has just
 /// booted.
@@ -60,6 +61,16 @@ pub(crate) fn resolve(
     scratch: &Path,
     reporter: &Reporter,
 ) -> Result<Vec<Package>> {
+    keep_answer(wanted, kept, scratch, || ask_apt(wanted, scratch, reporter))
+}
+
+/// The answer of `ask` for `wanted`, or that of the last time if apt has learned nothing since.
+fn keep_answer(
+    wanted: &[&str],
+    kept: &Path,
+    scratch: &Path,
+    ask: impl FnOnce() -> Result<Vec<Package>>,
+) -> Result<Vec<Package>> {
     let changed = |path: &&str| {
         let changed = fs::metadata(path).and_then(|found| found.modified());
         format!("{path} {:?}", changed.ok())
@@ -73,7 +84,7 @@ pub(crate) fn resolve(
     {
         return Ok(packages);
     }
-    let packages = ask_apt(wanted, scratch, reporter)?;
+    let packages = ask()?;
     let new = scratch.join("versions");
     fs::write(&new, format!("{key}\n{}", list(&packages))).at("write", &new)?;
     fs::rename(&new, kept).at("rename", &new)?;
@@ -106,6 +117,98 @@ fn ask_apt(wanted: &[&str], scratch: &Path, reporter: &Reporter) -> Result<Vec<P
         update(reporter)?;
         simulate(wanted, scratch)
     })
+}
+
+/// Package lists of a release that this machine does not install from, for its newest kernel.
+pub(crate) struct Backports {
+    directory: PathBuf,
+}
+
+impl Backports {
+    /// The lists are kept in `directory`.
+    pub(crate) fn new(directory: PathBuf) -> Self {
+        Self { directory }
+    }
+
+    /// As [`resolve`], for the packages that the newest kernel consists of.
+    ///
+    /// # Errors
+    /// As [`resolve`]; or this machine's lists name no archive of Debian.
+    pub(crate) fn resolve_kernel(
+        &self,
+        kept: &Path,
+        scratch: &Path,
+        reporter: &Reporter,
+    ) -> Result<Vec<Package>> {
+        let meta = "linux-image-cloud-amd64";
+        keep_answer(&[BACKPORTS, meta], kept, scratch, || {
+            self.update(reporter)?;
+            let depends = ["depends", "--recurse", "--no-recommends", meta];
+            let names = run(self.apt("apt-cache").args(depends))?;
+            let names = String::from_utf8_lossy(&names.stdout);
+            // What else it depends on has other names; lines with a space begin with the relation.
+            let parts = ["base", "binary", "modules"].map(|part| format!("linux-{part}-"));
+            let names = names
+                .lines()
+                .filter(|name| parts.iter().any(|part| name.starts_with(part)));
+            let shown = run(self
+                .apt("apt-cache")
+                .args(["show", "--no-all-versions"])
+                .args(names))?;
+            Ok(parse_stanzas(&String::from_utf8_lossy(&shown.stdout)))
+        })
+    }
+
+    fn apt(&self, program: &str) -> Command {
+        let mut command = Command::new(program);
+        let directory = self.directory.display();
+        for option in [
+            format!("Dir::Etc::sourcelist={directory}/sources.list"),
+            "Dir::Etc::sourceparts=/dev/null".to_owned(),
+            format!("Dir::State::lists={directory}/lists"),
+            format!("Dir::Cache={directory}/cache"),
+            "Acquire::Languages=none".to_owned(),
+            "APT::Sandbox::User=root".to_owned(),
+        ] {
+            command.args(["-o", &option]);
+        }
+        command
+    }
+
+    /// Downloads the lists from the archive that this machine installs from.
+    fn update(&self, reporter: &Reporter) -> Result<()> {
+        reporter.progress(&format!("apt-get update for {BACKPORTS}"));
+        let format = ["indextargets", "--format", "$(REPO_URI)"];
+        let archives = run(Command::new("apt-get")
+            .args(format)
+            .args(["Created-By: Packages", "Label: Debian"]))?;
+        let archives = String::from_utf8_lossy(&archives.stdout).into_owned();
+        let archive = archives.lines().next().ok_or_else(|| {
+            Error::Unusable("apt's sources have no archive of Debian: add one".to_owned())
+        })?;
+        for part in ["lists/partial", "cache/archives/partial"] {
+            let path = self.directory.join(part);
+            fs::create_dir_all(&path).at("create", &path)?;
+        }
+        let sources = self.directory.join("sources.list");
+        fs::write(&sources, format!("deb {archive} {BACKPORTS} main\n")).at("write", &sources)?;
+        run_apt(self.apt("apt-get").args(["-q", "update"]))
+    }
+}
+
+/// The names and versions of the packages that `apt-cache show` describes.
+fn parse_stanzas(shown: &str) -> Vec<Package> {
+    let field = |stanza: &str, key: &str| {
+        let value = stanza.lines().find_map(|line| line.strip_prefix(key));
+        value.map(str::to_owned)
+    };
+    let packages = shown.split("\n\n").filter_map(|stanza| {
+        Some(Package {
+            name: field(stanza, "Package: ")?,
+            version: field(stanza, "Version: ")?,
+        })
+    });
+    packages.collect()
 }
 
 /// Updates apt's package lists.
@@ -155,13 +258,18 @@ fn simulate(wanted: &[&str], scratch: &Path) -> Result<Vec<Package>> {
         .filter(|package| is_needed(&package.name, wanted))
         .collect();
     packages.sort();
-    if packages.iter().any(is_kernel) {
-        Ok(packages)
-    } else {
-        Err(Error::Unusable(format!(
-            "apt-get knows no linux-image package that {} depends on",
-            wanted.first().unwrap_or(&"nothing")
-        )))
+    let kernel = wanted.iter().find(|name| name.starts_with(KERNEL));
+    match kernel {
+        Some(kernel)
+            if !packages
+                .iter()
+                .any(|package| package.name.starts_with(KERNEL)) =>
+        {
+            Err(Error::Unusable(format!(
+                "apt-get knows no package of the kernel {kernel}"
+            )))
+        }
+        _ => Ok(packages),
     }
 }
 
@@ -177,14 +285,10 @@ fn parse_install_line(line: &str) -> Option<Package> {
 /// Whether a package of the closure is used. Only programs and shared libraries are: no maintainer
 /// script runs, so Perl, dpkg and their dependencies are left out.
 fn is_needed(name: &str, wanted: &[&str]) -> bool {
-    let kernel = name.starts_with("linux-image-");
+    let kernel = name.starts_with(KERNEL);
     let meta = kernel && wanted.contains(&name);
     !meta
         && (kernel || wanted.contains(&name) || name.starts_with("lib") || name.starts_with("zlib"))
-}
-
-fn is_kernel(package: &Package) -> bool {
-    package.name.starts_with("linux-image-")
 }
 
 /// The packages as text, one per line, which goes into the images' cache key.
@@ -196,13 +300,15 @@ pub(crate) fn list(packages: &[Package]) -> String {
     text
 }
 
-/// Downloads `packages` (apt checks their hashes) and unpacks them below `root`.
+/// Downloads `packages` (apt checks their hashes) and unpacks them below `root`. They are of
+/// `backports`, or of this machine's lists.
 ///
 /// # Errors
 /// The download fails, for instance because the lists that named these versions are older than the
 /// archive; or a package cannot be unpacked.
 pub(crate) fn unpack(
     packages: &[Package],
+    backports: Option<&Backports>,
     scratch: &Path,
     root: &Path,
     reporter: &Reporter,
@@ -215,7 +321,11 @@ pub(crate) fn unpack(
     fs::create_dir_all(&downloads).at("create", &downloads)?;
     fs::create_dir_all(root).at("create", root)?;
     reporter.progress(&format!("downloading {} packages", packages.len()));
-    download(packages, &downloads)?;
+    let apt = match backports {
+        Some(backports) => backports.apt("apt-get"),
+        None => Command::new("apt-get"),
+    };
+    download(apt, packages, &downloads)?;
     let mut files: Vec<PathBuf> = fs::read_dir(&downloads)
         .at("read", &downloads)?
         .filter_map(|entry| entry.ok().map(|entry| entry.path()))
@@ -233,14 +343,13 @@ pub(crate) fn unpack(
     fs::remove_dir_all(&downloads).at("remove", &downloads)
 }
 
-fn download(packages: &[Package], directory: &Path) -> Result<()> {
+fn download(mut apt: Command, packages: &[Package], directory: &Path) -> Result<()> {
     let names = packages
         .iter()
         .map(|package| format!("{}={}", package.name, package.version));
     run_apt(
-        Command::new("apt-get")
-            // apt's own download user may not be allowed to write to the caller's cache.
-            .args(["-q", "-o", "APT::Sandbox::User=root", "download"])
+        // apt's own download user may not be allowed to write to the caller's cache.
+        apt.args(["-q", "-o", "APT::Sandbox::User=root", "download"])
             .args(names)
             .current_dir(directory),
     )

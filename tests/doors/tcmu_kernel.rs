@@ -4,8 +4,12 @@
 //! vhost-scsi, is only in Debian's kernel.
 
 use std::path::Path;
+use std::time::Duration;
 
-use walvisor_tests::{have_all, job_lines, run_emulated_job, run_in_user_mode, sum_counter};
+use walvisor_guest_images::NewerKernel;
+use walvisor_tests::{
+    compile, have_all, job_lines, run_emulated_job, run_in_user_mode, run_newer_job, sum_counter,
+};
 
 /// The lines that the guest prints, in order.
 const SAID: &str = include_str!("tcmu_kernel.txt");
@@ -93,4 +97,30 @@ fn a_disk_for_guests_is_at_vhost() {
         ]
     );
     assert_eq!(outcome.status, 0);
+}
+
+#[test]
+fn the_kernels_disk_writes_atomically() {
+    let dir = tempfile::tempdir().unwrap();
+    let atomic = std::fs::read(compile(dir.path(), "atomic")).unwrap();
+    let script = include_str!("../scripts/tcmu-atomic-job.sh");
+    let limit = Duration::from_secs(180);
+    let files = [("atomic", atomic)];
+    let Some(outcome) = run_newer_job(NewerKernel::V6_12, script, &files, limit) else {
+        return;
+    };
+    assert_eq!(outcome.status, 0);
+    assert_eq!(job_lines(&outcome), ["daemon: status 0", "check: status 0"]);
+    let written = outcome.console.lines();
+    let written: Vec<_> = written.filter(|line| line.starts_with("guest: ")).collect();
+    assert_eq!(
+        written,
+        [
+            "guest: statx 524288",
+            "guest: RWF_ATOMIC 4096: read back",
+            "guest: RWF_ATOMIC 65536: read back",
+            "guest: RWF_ATOMIC 524288: read back",
+            "guest: RWF_ATOMIC 1048576: Invalid argument",
+        ]
+    );
 }

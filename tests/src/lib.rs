@@ -20,7 +20,7 @@ use rustix::fs::{Mode, OFlags, open};
 use rustix::pty::{OpenptFlags, grantpt, openpt, ptsname, unlockpt};
 pub use sessions::run_sessions;
 use walvisor_guest_images::{
-    Cache, GuestImages, GuestJob, JobOutcome, Machine, Metrics, Reporter, UserMode,
+    Cache, GuestImages, GuestJob, JobOutcome, Machine, Metrics, NewerKernel, Reporter, UserMode,
     install_missing, obstacle, walvisor_binary,
 };
 use walvisor_testkit::Process;
@@ -177,14 +177,15 @@ pub fn second_reader() -> Command {
     command
 }
 
-/// As [`images`], with Debian's newer kernel, 6.12.
+/// As [`images`], with a newer kernel.
 ///
 /// # Panics
 /// As [`images`].
 #[must_use]
-pub fn newer_images() -> GuestImages {
+pub fn newer_images(kernel: NewerKernel) -> GuestImages {
     let cache = Cache::open(None).expect("the image cache");
-    GuestImages::ensure_newer(&cache, &Reporter::quiet(None)).expect("the newer guest's images")
+    let images = GuestImages::ensure_newer(&cache, kernel, &Reporter::quiet(None));
+    images.expect("the newer guest's images")
 }
 
 /// Makes the program of `scripts/NAME.c` in `directory`. It runs on a machine without libraries
@@ -233,7 +234,7 @@ pub fn run_linux_job(script: &str, files: &[(&str, &str)]) -> Option<JobOutcome>
 #[must_use]
 pub fn run_newer_linux_job(script: &str, files: &[(&str, &str)]) -> Option<JobOutcome> {
     run_on(Machine::choose().0, script, files, |job| {
-        let images = newer_images().directory;
+        let images = newer_images(NewerKernel::V6_12).directory;
         for name in ["vmlinuz", "initramfs-base.cpio"] {
             let content = fs::read(images.join(name)).expect("an image");
             job.files.push((name.to_owned(), content));
@@ -251,19 +252,19 @@ pub fn run_emulated_job<C: AsRef<[u8]>>(script: &str, files: &[(&str, C)]) -> Op
     run_on(Machine::Nested, script, files, |_| ())
 }
 
-/// Runs a job as [`run_emulated_job`] does, on Debian's newer kernel, 6.12, and ends it after
-/// `limit`.
+/// Runs a job as [`run_emulated_job`] does, on a newer kernel, and ends it after `limit`.
 ///
 /// # Panics
 /// As [`run_linux_job`]; and if the job takes longer.
 #[must_use]
 pub fn run_newer_job<C: AsRef<[u8]>>(
+    kernel: NewerKernel,
     script: &str,
     files: &[(&str, C)],
     limit: Duration,
 ) -> Option<JobOutcome> {
     run_on(Machine::Nested, script, files, |job| {
-        (job.newer_kernel, job.limit) = (true, limit);
+        (job.kernel, job.limit) = (Some(kernel), limit);
     })
 }
 

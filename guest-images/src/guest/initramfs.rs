@@ -15,7 +15,8 @@ mount -t proc proc /proc; mount -t sysfs sys /sys; mount -t devtmpfs dev /dev; m
 for module in $(ls /uml/*.ko 2>/dev/null || ls /modules/*.ko); do insmod $module || echo guest: no $module; done
 ";
 
-/// Creates an initramfs in `directory` that has busybox, e2fsprogs and fio, and runs `script`. If
+/// Creates an initramfs in `directory` that has busybox, e2fsprogs and, of Debian 12's own kernel,
+/// fio, of a newer one LVM and xfsprogs, and runs `script`. If
 /// `modules` is not empty, the guest loads these instead of the images' own modules, which belong
 /// to another kernel.
 ///
@@ -28,8 +29,7 @@ pub(super) fn build_initramfs(
     modules: &[PathBuf],
 ) -> Result<PathBuf> {
     let mut archive = Vec::new();
-    for name in ["initramfs-base.cpio", "initramfs-fio.cpio"] {
-        let part = images.path(name);
+    for part in images.initramfs_parts() {
         archive.extend(fs::read(&part).at("read", &part)?);
     }
     let init = format!("{BEGIN}{script}{FINISH}");

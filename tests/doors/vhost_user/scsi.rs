@@ -1,7 +1,9 @@
-//! QEMU's vhost-user-scsi under Debian's Linux 6.12: what the guest's kernel makes of a target.
+//! QEMU's vhost-user-scsi under newer kernels: what the guest's kernel makes of a target, and which
+//! volumes and file systems pass its atomic writes on.
 
-use walvisor_guest_images::Guest;
-use walvisor_tests::{have, newer_images, serve, succeed};
+use walvisor_guest_images::guest::END;
+use walvisor_guest_images::{Guest, NewerKernel};
+use walvisor_tests::{base64, compile, have, newer_images, serve, succeed};
 
 /// The guest's script: it prints what the kernel says of each LUN, copies bytes, and waits until
 /// LUN 1 has grown.
@@ -40,7 +42,7 @@ fn linux_sees_two_luns_their_atomic_writes_and_a_resize() {
     let device = "vhost-user-scsi-pci,chardev=s,num_queues=2,hotplug=on,param_change=on";
     let socket = format!("socket,id=s,path={}", dir.join("s").display());
     let qemu = ["-chardev", &socket, "-device", device].map(str::to_owned);
-    let mut guest = Guest::qemu(dir, &newer_images(), &qemu, SCRIPT).unwrap();
+    let mut guest = Guest::qemu(dir, &newer_images(NewerKernel::V6_12), &qemu, SCRIPT).unwrap();
     let mut next = || guest.wait_for("guest: ").unwrap();
     for number in 0..2 {
         let seen = format!("guest: lun {number}: 131072 sectors, write back, fua 1");
@@ -60,4 +62,63 @@ fn linux_sees_two_luns_their_atomic_writes_and_a_resize() {
     assert_eq!(next(), "guest: end");
     assert!(guest.end().unwrap().success());
     daemon.stop();
+}
+
+#[test]
+fn atomic_writes_reach_volumes_and_files() {
+    if !have("qemu-system-x86_64", "qemu-system-x86") {
+        return;
+    }
+    for kernel in [NewerKernel::V6_12, NewerKernel::Newest] {
+        let dir = tempfile::tempdir().unwrap();
+        let dir = dir.path();
+        for (disk, size) in [("a", "64M"), ("b", "512M")] {
+            succeed(dir, &format!("disk create {disk} --size {size} --log log"));
+        }
+        let disk = |name: &str| format!("--disk path={name},log=log,device=scsi,socket=s ");
+        let daemon = serve(dir, &(disk("a") + &disk("b")));
+        let socket = format!("socket,id=s,path={}", dir.join("s").display());
+        let device = "vhost-user-scsi-pci,chardev=s";
+        let qemu = ["-chardev", &socket, "-device", device].map(str::to_owned);
+        let script = format!(
+            "base64 -d >/bin/atomic <<'END'\n{}END\nchmod +x /bin/atomic\n{}",
+            base64(&compile(dir, "atomic")),
+            include_str!("../../scripts/atomic-volumes.sh")
+        );
+        let mut guest = Guest::qemu(dir, &newer_images(kernel), &qemu, &script).unwrap();
+        let version = guest.wait_for("guest: Linux ").unwrap();
+        let version = &version["guest: ".len()..];
+        // What the program prints of each place: its unit, and its writes.
+        let mut places: Vec<(String, u32, Vec<String>)> = Vec::new();
+        loop {
+            let line = guest.wait_for("guest: ").unwrap();
+            if line == END {
+                break;
+            }
+            let text = &line["guest: ".len()..];
+            println!("{version}: {text}");
+            if let Some(unit) = text.strip_prefix("statx ") {
+                places.last_mut().unwrap().1 = unit.parse().unwrap();
+            } else if text.starts_with("RWF_ATOMIC ") {
+                places.last_mut().unwrap().2.push(text.to_owned());
+            } else {
+                places.push((text.to_owned(), 0, Vec::new()));
+            }
+        }
+        let found: Vec<_> = places.iter().map(|(place, ..)| place.as_str()).collect();
+        assert_eq!(found, ["disk", "volume", "ext4", "xfs", "ext4 by default"]);
+        for (place, unit, written) in &places {
+            // Linux 6.12 has atomic writes for disks only.
+            let most = match (place.as_str(), kernel) {
+                ("disk", _) => 256 << 10,
+                ("ext4 by default", _) | (_, NewerKernel::V6_12) => continue,
+                _ => 64 << 10,
+            };
+            assert!(*unit >= most, "{version}: {place}: {unit}");
+            let whole = format!("RWF_ATOMIC {}: read back", 64 << 10);
+            assert!(written.contains(&whole), "{version}: {place}: {written:?}");
+        }
+        assert!(guest.end().unwrap().success());
+        daemon.stop();
+    }
 }
