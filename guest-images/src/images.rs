@@ -13,7 +13,7 @@ use std::path::{Path, PathBuf};
 use crate::cache::{Cache, MANIFEST};
 use crate::error::{Error, FileContext, Result};
 use crate::kernel::{Modules, extract_vmlinux};
-use crate::packages::{self, Backports};
+use crate::packages::{self, OtherRelease};
 use crate::reporter::Reporter;
 use crate::scratch::ScratchDir;
 use crate::userland::{FileTree, make_ext4};
@@ -135,25 +135,7 @@ impl GuestImages {
     /// # Errors
     /// A download or a step of the build fails. The cache is then as before.
     pub fn ensure(cache: &Cache, reporter: &Reporter) -> Result<Self> {
-        Self::ensure_with(Self::from_package_lists, cache, reporter)
-    }
-
-    /// As `build`, and once more if apt's package lists turn out to be outdated.
-    fn ensure_with(
-        build: impl Fn(&Cache, &ScratchDir, &Reporter) -> Result<Self>,
-        cache: &Cache,
-        reporter: &Reporter,
-    ) -> Result<Self> {
-        packages::install_missing(&BUILD_NEEDS, reporter)?;
-        let scratch = ScratchDir::new(cache, reporter)?;
-        match build(cache, &scratch, reporter) {
-            // The archive no longer has the versions that the lists name.
-            Err(Error::Program { command, .. }) if command.starts_with("apt-get ") => {
-                packages::update(reporter)?;
-                build(cache, &scratch, reporter)
-            }
-            ensured => ensured,
-        }
+        ensure_with(&BUILD_NEEDS, Self::from_package_lists, cache, reporter)
     }
 
     /// Images of the packages in this machine's package lists.
@@ -195,29 +177,27 @@ impl GuestImages {
                 Self::with_kernel("newer", &wanted, None, cache, scratch, reporter)
             }
             NewerKernel::Newest => {
-                let backports = Backports::new(cache.root().join("backports"));
+                let backports = OtherRelease::backports(cache.root());
                 let wanted = &packages::NEWER_PACKAGES;
                 Self::with_kernel("newest", wanted, Some(&backports), cache, scratch, reporter)
             }
         };
-        Self::ensure_with(build, cache, reporter)
+        ensure_with(&BUILD_NEEDS, build, cache, reporter)
     }
 
     /// Images of the packages `wanted`, with the kernel of `backports` if there are any.
     fn with_kernel(
         name: &str,
         wanted: &[&str],
-        backports: Option<&Backports>,
+        backports: Option<&OtherRelease>,
         cache: &Cache,
         scratch: &ScratchDir,
         reporter: &Reporter,
     ) -> Result<Self> {
-        let kept = |part: &str| cache.root().join(format!("versions-{name}{part}"));
-        let packages = packages::resolve(wanted, &kept(""), scratch.path(), reporter)?;
+        let kept = cache.root().join(format!("versions-{name}"));
+        let packages = packages::resolve(wanted, &kept, scratch.path(), reporter)?;
         let kernel = match backports {
-            Some(backports) => {
-                backports.resolve_kernel(&kept("-kernel"), scratch.path(), reporter)?
-            }
+            Some(backports) => backports.resolve_kernel(scratch.path(), reporter)?,
             None => Vec::new(),
         };
         let list = packages::list(&packages) + &packages::list(&kernel);
@@ -255,6 +235,26 @@ impl GuestImages {
     /// The path of one of the files that [`GuestImages`] lists.
     pub(crate) fn path(&self, name: &str) -> PathBuf {
         self.directory.join(name)
+    }
+}
+
+/// As `build` after the installation of `needs`, and once more if apt's package lists turn out to be
+/// outdated.
+pub(crate) fn ensure_with<T>(
+    needs: &[(&str, &str)],
+    build: impl Fn(&Cache, &ScratchDir, &Reporter) -> Result<T>,
+    cache: &Cache,
+    reporter: &Reporter,
+) -> Result<T> {
+    packages::install_missing(needs, reporter)?;
+    let scratch = ScratchDir::new(cache, reporter)?;
+    match build(cache, &scratch, reporter) {
+        // The archive no longer has the versions that the lists name.
+        Err(Error::Program { command, .. }) if command.starts_with("apt-get ") => {
+            packages::update(reporter)?;
+            build(cache, &scratch, reporter)
+        }
+        ensured => ensured,
     }
 }
 

@@ -69,7 +69,7 @@ pub use boot::OwnGuest;
 pub use cache::Cache;
 pub use demo::demo;
 pub use error::{Error, Result};
-pub use guest::{CableEnd, Guest, Libvirt, UserMode};
+pub use guest::{CableEnd, Guest, Libvirt, NewestUserMode, UserMode};
 pub use images::{GuestImages, NewerKernel};
 pub use job::{GuestJob, JobOutcome};
 pub use machine::Machine;

@@ -29,8 +29,6 @@ const KERNEL: &str = "linux-image-";
 pub(crate) const KERNEL_6_12: &str = "linux-image-6.12-cloud-amd64";
 /// The packages that a machine with a newer kernel is made of, beside the kernel.
 pub(crate) const NEWER_PACKAGES: [&str; 4] = ["busybox-static", "e2fsprogs", "lvm2", "xfsprogs"];
-/// The release with the newest kernel that Debian builds for a stable release.
-const BACKPORTS: &str = "trixie-backports";
 
 /// How long to wait for another apt, usually the search for updates on a machine that has just
 /// booted.
@@ -119,44 +117,84 @@ fn ask_apt(wanted: &[&str], scratch: &Path, reporter: &Reporter) -> Result<Vec<P
     })
 }
 
-/// Package lists of a release that this machine does not install from, for its newest kernel.
-pub(crate) struct Backports {
+/// Package lists of a release that this machine does not install from.
+pub(crate) struct OtherRelease {
+    name: &'static str,
+    /// Where the lists are kept.
     directory: PathBuf,
 }
 
-impl Backports {
-    /// The lists are kept in `directory`.
-    pub(crate) fn new(directory: PathBuf) -> Self {
-        Self { directory }
+impl OtherRelease {
+    /// The release with the newest kernel that Debian builds for a stable release.
+    pub(crate) fn backports(cache: &Path) -> Self {
+        Self::new("trixie-backports", cache)
     }
 
-    /// As [`resolve`], for the packages that the newest kernel consists of.
+    /// The release with the newest user-mode Linux.
+    pub(crate) fn unstable(cache: &Path) -> Self {
+        Self::new("sid", cache)
+    }
+
+    fn new(name: &'static str, cache: &Path) -> Self {
+        let directory = cache.join(name);
+        Self { name, directory }
+    }
+
+    /// As [`resolve`], without the packages that `wanted` need.
     ///
     /// # Errors
     /// As [`resolve`]; or this machine's lists name no archive of Debian.
+    pub(crate) fn resolve(
+        &self,
+        wanted: &[&str],
+        scratch: &Path,
+        reporter: &Reporter,
+    ) -> Result<Vec<Package>> {
+        self.keep_versions(wanted, scratch, || {
+            self.update(reporter)?;
+            self.versions(wanted.iter().copied())
+        })
+    }
+
+    /// As [`resolve`](Self::resolve), for the packages that the release's newest kernel consists
+    /// of.
+    ///
+    /// # Errors
+    /// As there.
     pub(crate) fn resolve_kernel(
         &self,
-        kept: &Path,
         scratch: &Path,
         reporter: &Reporter,
     ) -> Result<Vec<Package>> {
         let meta = "linux-image-cloud-amd64";
-        keep_answer(&[BACKPORTS, meta], kept, scratch, || {
+        self.keep_versions(&[meta], scratch, || {
             self.update(reporter)?;
             let depends = ["depends", "--recurse", "--no-recommends", meta];
             let names = run(self.apt("apt-cache").args(depends))?;
             let names = String::from_utf8_lossy(&names.stdout);
             // What else it depends on has other names; lines with a space begin with the relation.
             let parts = ["base", "binary", "modules"].map(|part| format!("linux-{part}-"));
-            let names = names
-                .lines()
-                .filter(|name| parts.iter().any(|part| name.starts_with(part)));
-            let shown = run(self
-                .apt("apt-cache")
-                .args(["show", "--no-all-versions"])
-                .args(names))?;
-            Ok(parse_stanzas(&String::from_utf8_lossy(&shown.stdout)))
+            let is_part = |name: &&str| parts.iter().any(|part| name.starts_with(part));
+            self.versions(names.lines().filter(is_part))
         })
+    }
+
+    fn keep_versions(
+        &self,
+        wanted: &[&str],
+        scratch: &Path,
+        ask: impl FnOnce() -> Result<Vec<Package>>,
+    ) -> Result<Vec<Package>> {
+        let kept = self.directory.with_extension("versions");
+        keep_answer(wanted, &kept, scratch, ask)
+    }
+
+    fn versions<'a>(&self, names: impl Iterator<Item = &'a str>) -> Result<Vec<Package>> {
+        let shown = run(self
+            .apt("apt-cache")
+            .args(["show", "--no-all-versions"])
+            .args(names))?;
+        Ok(parse_stanzas(&String::from_utf8_lossy(&shown.stdout)))
     }
 
     fn apt(&self, program: &str) -> Command {
@@ -177,23 +215,34 @@ impl Backports {
 
     /// Downloads the lists from the archive that this machine installs from.
     fn update(&self, reporter: &Reporter) -> Result<()> {
-        reporter.progress(&format!("apt-get update for {BACKPORTS}"));
-        let format = ["indextargets", "--format", "$(REPO_URI)"];
-        let archives = run(Command::new("apt-get")
-            .args(format)
-            .args(["Created-By: Packages", "Label: Debian"]))?;
-        let archives = String::from_utf8_lossy(&archives.stdout).into_owned();
-        let archive = archives.lines().next().ok_or_else(|| {
-            Error::Unusable("apt's sources have no archive of Debian: add one".to_owned())
-        })?;
+        reporter.progress(&format!("apt-get update for {}", self.name));
+        let archive = match archive()? {
+            Some(archive) => archive,
+            // Only lists that are there have a label.
+            None => {
+                update(reporter)?;
+                archive()?.ok_or_else(|| {
+                    Error::Unusable("apt's sources have no archive of Debian: add one".to_owned())
+                })?
+            }
+        };
         for part in ["lists/partial", "cache/archives/partial"] {
             let path = self.directory.join(part);
             fs::create_dir_all(&path).at("create", &path)?;
         }
         let sources = self.directory.join("sources.list");
-        fs::write(&sources, format!("deb {archive} {BACKPORTS} main\n")).at("write", &sources)?;
+        fs::write(&sources, format!("deb {archive} {} main\n", self.name)).at("write", &sources)?;
         run_apt(self.apt("apt-get").args(["-q", "update"]))
     }
+}
+
+/// The address of the archive of Debian that this machine installs from.
+fn archive() -> Result<Option<String>> {
+    let targets = run(Command::new("apt-get")
+        .args(["indextargets", "--format", "$(REPO_URI)"])
+        .args(["Created-By: Packages", "Label: Debian"]))?;
+    let targets = String::from_utf8_lossy(&targets.stdout);
+    Ok(targets.lines().next().map(str::to_owned))
 }
 
 /// The names and versions of the packages that `apt-cache show` describes.
@@ -301,14 +350,13 @@ pub(crate) fn list(packages: &[Package]) -> String {
 }
 
 /// Downloads `packages` (apt checks their hashes) and unpacks them below `root`. They are of
-/// `backports`, or of this machine's lists.
+/// `release`, or of this machine's lists.
 ///
 /// # Errors
-/// The download fails, for instance because the lists that named these versions are older than the
-/// archive; or a package cannot be unpacked.
+/// As [`download`]; or a package cannot be unpacked.
 pub(crate) fn unpack(
     packages: &[Package],
-    backports: Option<&Backports>,
+    release: Option<&OtherRelease>,
     scratch: &Path,
     root: &Path,
     reporter: &Reporter,
@@ -319,15 +367,46 @@ pub(crate) fn unpack(
         fs::remove_dir_all(&downloads).at("remove", &downloads)?;
     }
     fs::create_dir_all(&downloads).at("create", &downloads)?;
-    fs::create_dir_all(root).at("create", root)?;
+    download(packages, release, &downloads, reporter)?;
+    unpack_files(&downloads, root, reporter)?;
+    fs::remove_dir_all(&downloads).at("remove", &downloads)
+}
+
+/// Downloads `packages` as [`unpack`] does, and leaves them in `directory`.
+///
+/// # Errors
+/// The download fails, for instance because the lists that named these versions are older than the
+/// archive.
+pub(crate) fn download(
+    packages: &[Package],
+    release: Option<&OtherRelease>,
+    directory: &Path,
+    reporter: &Reporter,
+) -> Result<()> {
     reporter.progress(&format!("downloading {} packages", packages.len()));
-    let apt = match backports {
-        Some(backports) => backports.apt("apt-get"),
+    let mut apt = match release {
+        Some(release) => release.apt("apt-get"),
         None => Command::new("apt-get"),
     };
-    download(apt, packages, &downloads)?;
-    let mut files: Vec<PathBuf> = fs::read_dir(&downloads)
-        .at("read", &downloads)?
+    let names = packages
+        .iter()
+        .map(|package| format!("{}={}", package.name, package.version));
+    run_apt(
+        // apt's own download user may not be allowed to write to the caller's cache.
+        apt.args(["-q", "-o", "APT::Sandbox::User=root", "download"])
+            .args(names)
+            .current_dir(directory),
+    )
+}
+
+/// Unpacks the packages in `directory` below `root`.
+///
+/// # Errors
+/// A package cannot be unpacked.
+pub(crate) fn unpack_files(directory: &Path, root: &Path, reporter: &Reporter) -> Result<()> {
+    fs::create_dir_all(root).at("create", root)?;
+    let mut files: Vec<PathBuf> = fs::read_dir(directory)
+        .at("read", directory)?
         .filter_map(|entry| entry.ok().map(|entry| entry.path()))
         .filter(|path| path.extension().is_some_and(|extension| extension == "deb"))
         .collect();
@@ -340,19 +419,7 @@ pub(crate) fn unpack(
         ));
         run(Command::new("dpkg-deb").arg("-x").arg(file).arg(root))?;
     }
-    fs::remove_dir_all(&downloads).at("remove", &downloads)
-}
-
-fn download(mut apt: Command, packages: &[Package], directory: &Path) -> Result<()> {
-    let names = packages
-        .iter()
-        .map(|package| format!("{}={}", package.name, package.version));
-    run_apt(
-        // apt's own download user may not be allowed to write to the caller's cache.
-        apt.args(["-q", "-o", "APT::Sandbox::User=root", "download"])
-            .args(names)
-            .current_dir(directory),
-    )
+    Ok(())
 }
 
 /// Of `(program, package)` pairs, installs the packages whose programs this machine lacks, and
@@ -426,6 +493,18 @@ mod tests {
         let packages = vec![package("fio", "3.33-3"), package("e2fsprogs", "1.47=~x")];
         let read: Option<Vec<_>> = list(&packages).lines().map(parse_list_line).collect();
         assert_eq!(read, Some(packages));
+    }
+
+    #[test]
+    fn stanzas_are_read() {
+        let shown = "Package: libc6\nVersion: 2.42-1\nDepends: x\n\nPackage: y\nVersion: 1\n";
+        let read: Vec<_> = parse_stanzas(shown)
+            .into_iter()
+            .map(|package| (package.name, package.version))
+            .collect();
+        let own = |name: &str, version: &str| (name.to_owned(), version.to_owned());
+        assert_eq!(read, [own("libc6", "2.42-1"), own("y", "1")]);
+        assert_eq!(parse_stanzas("N: nothing\n"), []);
     }
 
     #[test]

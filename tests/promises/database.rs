@@ -1,5 +1,6 @@
 //! Databases on the disk, and power cuts under load: MariaDB without its doublewrite buffer,
-//! PostgreSQL without full-page writes, and SQLite with either journal. Every commit that a client
+//! PostgreSQL without full-page writes, both also where the kernel knows that the disk writes
+//! atomically, and SQLite with either journal. Every commit that a client
 //! has reported to the test, outside of the guest, must be there afterwards, and every page must be
 //! whole.
 //!
@@ -13,23 +14,24 @@
 
 use std::collections::BTreeMap;
 use std::fs;
+use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::thread;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use serde_json::Value;
 use tempfile::TempDir;
-use walvisor_guest_images::{Guest, UserMode};
+use walvisor_guest_images::{Cache, Guest, NewestUserMode, Reporter, UserMode};
 use walvisor_testkit::Random;
 use walvisor_testkit::{Daemon, leash};
-use walvisor_tests::{binary, have, postgresql, serve, succeed};
+use walvisor_tests::{binary, compile, have, postgresql, serve, succeed};
 
 const SQLITE: &str = include_str!("../scripts/sqlite.sh");
 
 /// Commands that make the file systems so that the blocks of a page stay together. Otherwise a page
 /// could be two requests, and a power cut could leave one of them.
-const EXT4: &str = "mkfs.ext4 -q -O bigalloc -C 16384 /dev/vda && mount /dev/vda disk";
-const XFS: &str = "mkfs.xfs -q /dev/vda && mount /dev/vda disk && xfs_io -c 'extsize 64k' disk";
+const EXT4: &str = "mkfs.ext4 -q -O bigalloc -C 16384 $DISK && mount $DISK disk";
+const XFS: &str = "mkfs.xfs -q $DISK && mount $DISK disk && xfs_io -c 'extsize 64k' disk";
 
 /// Bytes of a block of `filefrag`, and of a sector.
 const BLOCK: u64 = 4096;
@@ -47,16 +49,16 @@ struct Server {
 }
 
 #[test]
-fn mariadb_needs_no_doublewrite_buffer_on_ext4() {
-    mariadb(EXT4, 2);
+fn mariadb_needs_no_doublewrite_buffer_on_an_atomic_disk() {
+    mariadb(EXT4, 2, true);
 }
 
 #[test]
 fn mariadb_needs_no_doublewrite_buffer_on_xfs() {
-    mariadb(XFS, 1);
+    mariadb(XFS, 1, false);
 }
 
-fn mariadb(make: &str, cuts: usize) {
+fn mariadb(make: &str, cuts: usize, atomic: bool) {
     let needs = [
         ("mariadbd", "mariadb-server-core"),
         ("mariadb", "mariadb-client-core"),
@@ -64,6 +66,9 @@ fn mariadb(make: &str, cuts: usize) {
     let Some(mut site) = TestDir::new(&needs) else {
         return;
     };
+    if atomic {
+        site.use_atomic_disk();
+    }
     let server = Server {
         script: include_str!("../scripts/mariadb.sh").to_owned(),
         settings: "0 O_DIRECT 1 1 16384",
@@ -78,10 +83,11 @@ fn mariadb(make: &str, cuts: usize) {
 }
 
 #[test]
-fn postgresql_that_writes_directly_needs_no_full_page_writes() {
+fn postgresql_that_writes_directly_needs_no_full_page_writes_on_an_atomic_disk() {
     let Some(mut site) = TestDir::new(&postgresql::NEEDS) else {
         return;
     };
+    site.use_atomic_disk();
     let files = postgresql::prepare(&["--data-checksums", "--wal-segsize=1"]).unwrap();
     let script = include_str!("../scripts/postgresql.sh");
     let server = Server {
@@ -134,6 +140,8 @@ fn sqlite_keeps_what_it_acknowledged_with_either_journal() {
 /// power.
 struct TestDir {
     dir: TempDir,
+    /// The kernel of an atomic disk, and the program that asks it what a file has.
+    newest: Option<(NewestUserMode, PathBuf)>,
     random: Random,
     /// The number of each client's last acknowledged commit. The numbers begin with 1.
     journal: BTreeMap<String, u64>,
@@ -163,6 +171,7 @@ impl TestDir {
         succeed(dir.path(), "disk create disk.img --size 512M");
         Some(Self {
             dir,
+            newest: None,
             random: Random(seed),
             journal: BTreeMap::new(),
             boots: 0,
@@ -170,21 +179,42 @@ impl TestDir {
         })
     }
 
+    /// Makes the disk one of SCSI, and the kernel one that knows which files have atomic writes.
+    fn use_atomic_disk(&mut self) {
+        let (cache, reporter) = (Cache::open(None).unwrap(), Reporter::quiet(None));
+        let kernel = NewestUserMode::unpack(self.dir.path(), &cache, &reporter).unwrap();
+        self.newest = Some((kernel, compile(self.dir.path(), "atomic")));
+    }
+
     fn boot(&mut self, script: &str, make: Option<&str>, work: bool) -> (Daemon, Guest) {
-        let daemon = serve(self.dir.path(), "--disk path=disk.img,socket=s --control c");
+        let (mut options, mut disk, mut atomic) = ("", "/dev/vda", Path::new(""));
+        let sockets = vec![self.dir.path().join("s")];
+        let guest = match &self.newest {
+            None => UserMode {
+                disks: sockets,
+                ..UserMode::default()
+            },
+            Some((kernel, program)) => {
+                (options, disk, atomic) = (",device=scsi", "/dev/sda", program);
+                UserMode {
+                    scsi: sockets,
+                    newest: Some(kernel.clone()),
+                    ..UserMode::default()
+                }
+            }
+        };
+        let arguments = format!("--disk path=disk.img,socket=s{options} --control c");
+        let daemon = serve(self.dir.path(), &arguments);
         let own = self.dir.path().join(format!("boot-{}", self.boots));
         self.boots += 1;
         fs::create_dir(&own).unwrap();
         let script = format!(
-            "MAKE={:?}\nSEED={}\nWORK={}\n{script}",
+            "DISK={disk}\nATOMIC={}\nMAKE={:?}\nSEED={}\nWORK={}\n{script}",
+            atomic.display(),
             make.unwrap_or_default(),
             self.random.below(1 << 30),
             if work { "yes" } else { "" }
         );
-        let guest = UserMode {
-            disks: vec![self.dir.path().join("s")],
-            ..UserMode::default()
-        };
         (daemon, guest.boot_here(&own, &script).unwrap())
     }
 
@@ -204,6 +234,10 @@ impl TestDir {
                 assert_that(&report, "recovered");
                 for line in server.sound {
                     assert_that(&report, line);
+                }
+                if self.newest.is_some() {
+                    // The clusters of the file system.
+                    assert_that(&report, "statx 16384");
                 }
                 pages += whole_pages(&writes, &report, server.page);
             }

@@ -1,6 +1,6 @@
-# MariaDB on /dev/vda of user-mode Linux. Variables: MAKE (in the first boot only: the commands that make the file
-# system and mount it at disk), SEED, and WORK (if set, clients work until the power is cut). It runs in an empty
-# directory in memory.
+# MariaDB on $DISK in user-mode Linux. Variables: DISK, ATOMIC (the program of atomic.c, if the kernel knows atomic
+# writes), MAKE (in the first boot only: the commands that make the file system and mount it at disk), SEED, and WORK (if
+# set, clients work until the power is cut). It runs in an empty directory in memory.
 say() { echo "guest: $*"; }
 sql() { mariadb --defaults-file=my.cnf --batch --skip-column-names "$@"; }
 export TMPDIR=$PWD/tmp
@@ -92,6 +92,7 @@ check() {
         USING (id) WHERE balance <> 1000 + COALESCE(moved, 0)')", accounts "$(sql bank -e 'SELECT COUNT(*) FROM accounts')"
     sql bank -e 'SELECT CONCAT_WS(" ", "guest: ledger", client, COUNT(*), MIN(number), MAX(number)) FROM ledger GROUP BY client'
     grep -iE 'corrupt|torn|checksum|failed to read|\[ERROR\]' error.log | sed 's/^/guest: alarm: /'
+    [ -z "$ATOMIC" ] || "$ATOMIC" --unit disk/db/bank/accounts.ibd
     # Prints the locations of the table's pages on the disk, in blocks of 4 KiB.
     filefrag -v disk/db/bank/accounts.ibd | awk '$1 ~ /^[0-9]+:$/ { gsub("[.:]", " "); print "guest: extent", $2, $4, $6 }'
     say checked
@@ -100,7 +101,7 @@ check() {
 if [ -n "$MAKE" ]; then
     eval "$MAKE" && create
 else
-    mount /dev/vda disk && start && check
+    mount $DISK disk && start && check
 fi && if [ -n "$WORK" ]; then
     before=$(flushed)
     for number in 1 2 3 4; do client "$number" & done

@@ -1,6 +1,7 @@
-# PostgreSQL on /dev/vda of user-mode Linux. Variables: MAKE (in the first boot only: the commands that make the file
-# system and mount it at disk), SEED, POSTGRESQL (a directory with db, a new cluster, and direct.so, the library of
-# direct.c), and WORK (if set, clients work until the power is cut). It runs in an empty directory in memory.
+# PostgreSQL on $DISK in user-mode Linux. Variables: DISK, ATOMIC (the program of atomic.c, if the kernel knows atomic
+# writes), MAKE (in the first boot only: the commands that make the file system and mount it at disk), SEED, POSTGRESQL
+# (a directory with db, a new cluster, and direct.so, the library of direct.c), and WORK (if set, clients work until the
+# power is cut). It runs in an empty directory in memory.
 say() { echo "guest: $*"; }
 export PATH=/usr/lib/postgresql/15/bin:$PATH PGHOST=$PWD PGUSER=postgres
 sql() { psql --no-psqlrc --quiet --tuples-only --no-align --field-separator=' ' --pset=pager=off --set=ON_ERROR_STOP=1 2>&1; }
@@ -100,6 +101,7 @@ END
     sed '/^file: /d; /^guest: /!s/^/guest: damaged: /' report
     grep -q 'automatic recovery in progress' log && say recovered
     grep -E 'WARNING|ERROR|FATAL|PANIC' log | sed 's/^/guest: alarm: /'
+    [ -z "$ATOMIC" ] || "$ATOMIC" --unit "disk/db/$(sed -n 's/^file: //p' report)"
     # Prints the locations on the disk, in blocks of 4 KiB, of the 512 pages that the table has had from the beginning. Where
     # its later pages are, another file may have been.
     filefrag -v "disk/db/$(sed -n 's/^file: //p' report)" | awk '$1 ~ /^[0-9]+:$/ {
@@ -112,7 +114,7 @@ END
 if [ -n "$MAKE" ]; then
     eval "$MAKE" && create
 else
-    mount /dev/vda disk && start && check
+    mount $DISK disk && start && check
 fi && if [ -n "$WORK" ]; then
     for number in 1 2 3 4; do client "$number" & done
     flushed

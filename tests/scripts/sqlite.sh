@@ -1,5 +1,5 @@
-# SQLite on /dev/vda of user-mode Linux: a database with a write-ahead log, and one with a rollback journal.
-# Variables: MAKE (in the first boot only: the commands that make the file system and mount it at disk), SEED, and
+# SQLite on $DISK in user-mode Linux: a database with a write-ahead log, and one with a rollback journal.
+# Variables: DISK, MAKE (in the first boot only: the commands that make the file system and mount it at disk), SEED, and
 # WORK (if set, clients work until the power is cut). It runs in an empty directory in memory.
 say() { echo "guest: $*"; }
 # FULL is not enough with a rollback journal: the commit is the journal's removal, and only EXTRA syncs the directory
@@ -52,7 +52,7 @@ check() {
 if [ -n "$MAKE" ]; then
     eval "$MAKE" && create
 else
-    mount /dev/vda disk && check
+    mount $DISK disk && check
 fi && if [ -n "$WORK" ]; then
     for journal in wal delete; do client $journal & done
     wait

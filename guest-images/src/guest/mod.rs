@@ -23,7 +23,7 @@ use std::time::Duration;
 pub use cable::CableEnd;
 pub use libvirt::Libvirt;
 pub use qemu::vhost_user_disk;
-pub use user_mode::UserMode;
+pub use user_mode::{NewestUserMode, UserMode};
 
 use crate::error::{Error, FileContext, Result};
 use crate::process::LeashedChild;

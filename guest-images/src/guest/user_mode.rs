@@ -8,16 +8,21 @@ use std::process::Command;
 
 use super::initramfs::build_initramfs;
 use super::{CableEnd, FINISH, Guest};
+use crate::cache::Cache;
 use crate::error::{Error, FileContext, Result};
-use crate::images::GuestImages;
-use crate::packages::install_missing;
+use crate::images::{GuestImages, ensure_with};
+use crate::packages::{self, OtherRelease, install_missing};
 use crate::process::run;
 use crate::reporter::Reporter;
+use crate::scratch::ScratchDir;
 
 /// Where Debian's package keeps the modules, below a directory named by the kernel's version.
-const MODULES: &str = "/usr/lib/uml/modules";
+const MODULES: &str = "usr/lib/uml/modules";
+const PROGRAM: &str = "usr/bin/linux.uml";
 /// The module for disks over vhost-user.
 const DISK_MODULE: &str = "virtio_blk";
+/// The modules for SCSI targets over vhost-user.
+const SCSI_MODULES: [&str; 2] = ["virtio_scsi", "sd_mod"];
 
 /// The size in bytes of the floating point state that user-mode Linux 6.1 keeps (its
 /// `HOST_FP_SIZE`).
@@ -40,11 +45,52 @@ mkdir /run/guest/work; cd /run/guest/work
 stty -echo </dev/tty0
 ";
 
+/// The newest user-mode Linux that Debian has, with its own C library: Linux 7 or newer.
+#[derive(Clone, Debug)]
+pub struct NewestUserMode {
+    /// Its packages, unpacked.
+    root: PathBuf,
+}
+
+impl NewestUserMode {
+    /// Unpacks it in `directory`, after downloading it if `cache` does not have it.
+    ///
+    /// # Errors
+    /// A download or another step fails.
+    pub fn unpack(directory: &Path, cache: &Cache, reporter: &Reporter) -> Result<Self> {
+        const NEEDS: [(&str, &str); 2] = [("dpkg-deb", "dpkg"), ("patchelf", "patchelf")];
+        let download = |cache: &Cache, scratch: &ScratchDir, reporter: &Reporter| {
+            let release = OtherRelease::unstable(cache.root());
+            let wanted = ["user-mode-linux", "libc6"];
+            let packages = release.resolve(&wanted, scratch.path(), reporter)?;
+            let list = packages::list(&packages);
+            cache.entry("uml", &[list.as_bytes()], reporter, |directory| {
+                packages::download(&packages, Some(&release), directory, reporter)
+            })
+        };
+        let packages = ensure_with(&NEEDS, download, cache, reporter)?;
+        let root = directory.join("uml");
+        packages::unpack_files(&packages, &root, reporter)?;
+        let library = root.join("usr/lib/x86_64-linux-gnu");
+        run(Command::new("patchelf")
+            .arg("--set-interpreter")
+            .arg(library.join("ld-linux-x86-64.so.2"))
+            .arg("--set-rpath")
+            .arg(&library)
+            .arg(root.join(PROGRAM)))?;
+        Ok(Self { root })
+    }
+}
+
 /// The configuration of a guest in user-mode Linux.
 #[derive(Clone, Debug, Default)]
 pub struct UserMode {
     /// Sockets of vhost-user disks: /dev/vda, /dev/vdb, ...
     pub disks: Vec<PathBuf>,
+    /// Sockets of vhost-user SCSI targets: /dev/sda, ...
+    pub scsi: Vec<PathBuf>,
+    /// The newest kernel in place of Debian 12's.
+    pub newest: Option<NewestUserMode>,
     /// Names of modules to load, with the modules that they depend on.
     pub modules: Vec<String>,
     /// Files that the guest sees as block devices: /dev/ubda, /dev/ubdb, ...
@@ -73,7 +119,7 @@ impl UserMode {
     pub fn boot(&self, directory: &Path, images: &GuestImages, script: &str) -> Result<Guest> {
         let modules = match self.module_names().as_slice() {
             [] => Vec::new(),
-            wanted => in_load_order(directory, wanted)?,
+            wanted => self.in_load_order(directory, wanted)?,
         };
         let initramfs = build_initramfs(directory, images, script, &modules)?;
         let mut command = self.command(directory, "256M")?;
@@ -87,7 +133,7 @@ impl UserMode {
     /// # Errors
     /// A file cannot be written, or the guest cannot be started.
     pub fn boot_here(&self, directory: &Path, script: &str) -> Result<Guest> {
-        let place = prepare_module_tree(directory)?;
+        let place = self.prepare_module_tree(directory)?;
         let modules: String = self
             .module_names()
             .iter()
@@ -98,9 +144,15 @@ impl UserMode {
                 )
             })
             .collect();
+        // The kernel looks for SCSI disks once their driver is there.
+        let wait = if self.scsi.is_empty() {
+            ""
+        } else {
+            "until [ -b /dev/sda ]; do sleep 0.1; done\n"
+        };
         let init = directory.join("init");
         let begin = BEGIN.replace("$MODULES", &place.display().to_string());
-        let text = format!("{begin}{modules}{script}{FINISH}");
+        let text = format!("{begin}{modules}{wait}{script}{FINISH}");
         fs::write(&init, text).at("write", &init)?;
         fs::set_permissions(&init, fs::Permissions::from_mode(0o755))
             .at("set the mode of", &init)?;
@@ -113,8 +165,10 @@ impl UserMode {
 
     fn module_names(&self) -> Vec<&str> {
         let disks = (!self.disks.is_empty()).then_some(DISK_MODULE);
+        let scsi = (!self.scsi.is_empty()).then_some(SCSI_MODULES);
         let modules = self.modules.iter().map(String::as_str);
-        disks.into_iter().chain(modules).collect()
+        let disks = disks.into_iter().chain(scsi.into_iter().flatten());
+        disks.chain(modules).collect()
     }
 
     fn command(&self, directory: &Path, memory: &str) -> Result<Command> {
@@ -125,23 +179,29 @@ impl UserMode {
         // process is a shell.
         let mut group = Command::new("unshare");
         group.args(["--pid", "--fork", "--kill-child"]);
+        let program = self.root().join(PROGRAM);
         let mut command = match run(Command::new("unshare").args(["--pid", "--fork", "true"])) {
             Ok(_) => {
-                group.args(["sh", "-c", "linux.uml \"$@\"; exit $?", "linux.uml"]);
+                group.args(["sh", "-c", "\"$0\" \"$@\"; exit $?"]);
+                group.arg(program);
                 group
             }
-            Err(_) => Command::new("linux.uml"),
+            Err(_) => Command::new(program),
         };
         command
             .arg(format!("mem={memory}"))
             .args(["con=null", "con0=fd:0,fd:1", "quiet"])
             .arg(format!("uml_dir={}", directory.display()));
-        if let Some(library) = build_wide_xsave(directory)? {
+        if self.newest.is_none()
+            && let Some(library) = build_wide_xsave(directory)?
+        {
             command.env("LD_PRELOAD", library);
         }
-        for disk in &self.disks {
-            // 2 is the virtio device ID of a block device.
-            command.arg(format!("virtio_uml.device={}:2", disk.display()));
+        // The virtio device IDs of a block device and of a SCSI host.
+        for (sockets, id) in [(&self.disks, 2), (&self.scsi, 8)] {
+            for socket in sockets {
+                command.arg(format!("virtio_uml.device={}:{id}", socket.display()));
+            }
         }
         for (number, file) in self.files.iter().enumerate() {
             command.arg(format!("ubd{number}={}", file.display()));
@@ -150,6 +210,58 @@ impl UserMode {
             cable.plug(&mut command);
         }
         Ok(command)
+    }
+
+    /// Where its packages are installed.
+    fn root(&self) -> &Path {
+        self.newest
+            .as_ref()
+            .map_or(Path::new("/"), |newest| &newest.root)
+    }
+
+    /// Prepares `directory` for `modprobe -d`.
+    fn prepare_module_tree<'a>(&self, directory: &'a Path) -> Result<&'a Path> {
+        let lib = directory.join("lib");
+        fs::create_dir_all(&lib).at("create", &lib)?;
+        let link = lib.join("modules");
+        if !link.is_symlink() {
+            symlink(self.root().join(MODULES), &link).at("create", &link)?;
+        }
+        Ok(directory)
+    }
+
+    /// The files of `modules` and of the modules that they depend on, in load order.
+    fn in_load_order(&self, directory: &Path, modules: &[&str]) -> Result<Vec<PathBuf>> {
+        let place = self.prepare_module_tree(directory)?;
+        let tree = self.root().join(MODULES);
+        let version = fs::read_dir(&tree)
+            .at("read", &tree)?
+            .filter_map(|entry| entry.ok()?.file_name().into_string().ok())
+            .next()
+            .ok_or_else(|| {
+                Error::Unusable(format!(
+                    "{} is empty: reinstall user-mode-linux",
+                    tree.display()
+                ))
+            })?;
+        let mut files: Vec<PathBuf> = Vec::new();
+        for module in modules {
+            let mut command = Command::new("modprobe");
+            command.args(["--show-depends", "-S", &version, "-d"]);
+            let output = run(command.arg(place).arg(module))?;
+            // modprobe prints `insmod PATH` for each module, in order, and `builtin NAME` for one in
+            // the kernel.
+            for line in String::from_utf8_lossy(&output.stdout).lines() {
+                let Some(path) = line.strip_prefix("insmod ") else {
+                    continue;
+                };
+                let path = PathBuf::from(path.trim());
+                if !files.contains(&path) {
+                    files.push(path);
+                }
+            }
+        }
+        Ok(files)
     }
 }
 
@@ -167,43 +279,4 @@ fn build_wide_xsave(directory: &Path) -> Result<Option<PathBuf>> {
     compiler.args(["-shared", "-fPIC", "-O1", "-Wall", "-Werror", "-o"]);
     run(compiler.args([&library, &source]))?;
     Ok(Some(library))
-}
-
-/// Prepares `directory` for `modprobe -d`.
-fn prepare_module_tree(directory: &Path) -> Result<&Path> {
-    let lib = directory.join("lib");
-    fs::create_dir_all(&lib).at("create", &lib)?;
-    let link = lib.join("modules");
-    if !link.is_symlink() {
-        symlink(MODULES, &link).at("create", &link)?;
-    }
-    Ok(directory)
-}
-
-/// The files of `modules` and of the modules that they depend on, in load order.
-fn in_load_order(directory: &Path, modules: &[&str]) -> Result<Vec<PathBuf>> {
-    let place = prepare_module_tree(directory)?;
-    let version = fs::read_dir(MODULES)
-        .at("read", MODULES)?
-        .filter_map(|entry| entry.ok()?.file_name().into_string().ok())
-        .next()
-        .ok_or_else(|| Error::Unusable(format!("{MODULES} is empty: reinstall user-mode-linux")))?;
-    let mut files: Vec<PathBuf> = Vec::new();
-    for module in modules {
-        let mut command = Command::new("modprobe");
-        command.args(["--show-depends", "-S", &version, "-d"]);
-        let output = run(command.arg(place).arg(module))?;
-        // modprobe prints `insmod PATH` for each module, in order, and `builtin NAME` for one in
-        // the kernel.
-        for line in String::from_utf8_lossy(&output.stdout).lines() {
-            let Some(path) = line.strip_prefix("insmod ") else {
-                continue;
-            };
-            let path = PathBuf::from(path.trim());
-            if !files.contains(&path) {
-                files.push(path);
-            }
-        }
-    }
-    Ok(files)
 }
