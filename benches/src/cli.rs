@@ -7,7 +7,8 @@ use clap::{Parser, Subcommand};
 use walvisor::cli::{WARNINGS, end, report_usage, show_warnings};
 
 use crate::{
-    archive, commit, database, drbd, neighbours, notify, peers, start, store, sustained, tcmu,
+    archive, commit, database, drbd, fsync, neighbours, notify, peers, start, store, sustained,
+    tcmu,
 };
 
 const PROGRAM: &str = "walvisor-bench";
@@ -41,6 +42,9 @@ enum Command {
     /// A disk's commits beside clients that take all they can get, on walvisor and on
     /// qemu-storage-daemon
     Neighbours(neighbours::NeighboursArguments),
+    /// What each way to have a disk does with a FLUSH: syncs of the medium, and what kills and power
+    /// cuts lose and tear
+    Fsync(fsync::FsyncArguments),
     /// Commits of a disk whose log goes to a store that is far away, and that wait for it
     Archive(archive::ArchiveArguments),
     /// TCMU compared with NBD: 2, 4 and 8 fio threads in Linux kernels, and published results
@@ -72,6 +76,7 @@ pub fn main() -> ExitCode {
         Command::Database(arguments) => database::run(&arguments),
         Command::Peers(arguments) => peers::run(&arguments),
         Command::Neighbours(arguments) => neighbours::run(&arguments),
+        Command::Fsync(arguments) => fsync::run(&arguments),
         Command::Archive(arguments) => archive::run(&arguments),
         Command::Tcmu(arguments) => tcmu::run(&arguments),
         Command::Sustained(arguments) => sustained::run(&arguments),

@@ -6,6 +6,7 @@
 //!                  database  MariaDB, PostgreSQL and SQLite, which wait for the disk at each commit
 //!                  peers     the disk compared with those of others: the same client and file system
 //!                  neighbours a disk's commits beside clients that take all they can get
+//!                  fsync     what each way to have a disk does with a FLUSH
 //!                  archive   commits with the log in a second place, and that wait for it
 //!                  tcmu      TCMU against NBD in Linux kernels
 //!                  sustained the disk over minutes: each second's rate, the longest wait, the time to close
@@ -32,6 +33,7 @@ mod daemon;
 mod database;
 mod drbd;
 mod exits;
+mod fsync;
 mod guests;
 mod linux;
 mod load;

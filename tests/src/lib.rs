@@ -3,6 +3,8 @@
 
 mod daemon;
 mod loop_fs;
+pub mod medium_file;
+pub mod medium_fs;
 pub mod postgresql;
 mod qemu_nbd;
 mod sessions;

@@ -116,6 +116,7 @@ const BENCHES: &[&[&str]] = &[
         "archive",
         "commit",
         "database",
+        "fsync",
         "neighbours",
         "notify",
         "peers",

@@ -161,11 +161,12 @@ mod tests {
     use crate::report::Cell;
     use crate::report::plot::PlotKind;
 
-    const FILES: [&str; 11] = [
+    const FILES: [&str; 12] = [
         include_str!("../../matrices/archive.toml"),
         include_str!("../../matrices/commit.toml"),
         include_str!("../../matrices/database.toml"),
         include_str!("../../matrices/drbd.toml"),
+        include_str!("../../matrices/fsync.toml"),
         include_str!("../../matrices/neighbours.toml"),
         include_str!("../../matrices/notify.toml"),
         include_str!("../../matrices/peers.toml"),

@@ -23,8 +23,8 @@ use walvisor_storage::{
 use walvisor_testkit::Process;
 use walvisor_testkit::process::run;
 
-use crate::failing_fs::{ALL, FailingFs};
-use crate::faulty_file::MARK;
+use walvisor_tests::medium_file::MARK;
+use walvisor_tests::medium_fs::{ALL, MediumFs};
 
 /// A disk is written in blocks, from the first to the last.
 const BLOCK: usize = 256 << 10;
@@ -59,12 +59,12 @@ fn open(disk: &Path, waits: bool) -> Result<Store, walvisor_storage::Error> {
     Store::open(&default_log_dir(disk), &[DiskOptions::new(disk)], &options)
 }
 
-fn disk_on(fs: &FailingFs) -> PathBuf {
+fn disk_on(fs: &MediumFs) -> PathBuf {
     fs.top().join("disk.img")
 }
 
 /// Makes the disk of a file system, anew if there is one.
-fn make_disk_on(fs: &FailingFs) {
+fn make_disk_on(fs: &MediumFs) {
     let (disk, log) = (disk_on(fs), default_log_dir(&disk_on(fs)));
     let _ = std::fs::remove_file(&disk);
     let _ = std::fs::remove_dir_all(&log);
@@ -319,7 +319,7 @@ enum ReportReceiver {
 }
 
 /// Lets writes fail in `count` rounds; with reports taken, until an acknowledged FLUSH is lost.
-fn fail_in_rounds(fs: &mut FailingFs, count: u64, delay: u64, reports: ReportReceiver) -> Tally {
+fn fail_in_rounds(fs: &mut MediumFs, count: u64, delay: u64, reports: ReportReceiver) -> Tally {
     let mut tally = Tally::default();
     make_disk_on(fs);
     let mut before = vec!["0".to_owned(); BLOCKS as usize];
@@ -400,7 +400,7 @@ fn rounds(of_a_test: u64) -> u64 {
 
 /// What an acknowledged FLUSH covers is there, whatever fails and whenever that is seen.
 fn nothing_acknowledged_is_lost(kind: &str) {
-    let mut fs = match FailingFs::new(kind) {
+    let mut fs = match MediumFs::new(kind) {
         Ok(fs) => fs,
         Err(why) => return println!("skipped: no {kind} on a medium that fails: {why}"),
     };
@@ -415,7 +415,7 @@ fn nothing_acknowledged_is_lost(kind: &str) {
 #[test]
 fn a_test_that_panics_leaves_no_mount_and_no_loop_device() {
     let ended = std::panic::catch_unwind(|| -> Result<Infallible, String> {
-        let fs = FailingFs::new("ext4")?;
+        let fs = MediumFs::new("ext4")?;
         fs.medium().fail_writes(0, ALL);
         std::panic::resume_unwind(Box::new(fs.top()))
     });
@@ -448,7 +448,7 @@ fn a_report_that_another_call_takes_loses_a_flush() {
         return println!("skipped: without io_uring nothing goes through the page cache: {why}");
     }
     for kind in ["ext4", "xfs"] {
-        let mut fs = match FailingFs::new(kind) {
+        let mut fs = match MediumFs::new(kind) {
             Ok(fs) => fs,
             Err(why) => return println!("skipped: no {kind} on a medium that fails: {why}"),
         };
@@ -459,7 +459,7 @@ fn a_report_that_another_call_takes_loses_a_flush() {
 
 /// What was acknowledged stays in the log until all of it is in the image.
 fn copies_to_the_image_fail(kind: &str) {
-    let mut fs = match FailingFs::new(kind) {
+    let mut fs = match MediumFs::new(kind) {
         Ok(fs) => fs,
         Err(why) => return println!("skipped: no {kind} on a medium that fails: {why}"),
     };
@@ -499,7 +499,7 @@ fn a_copy_to_the_image_that_fails_on_xfs_loses_nothing() {
 /// A read that fails is an error of that read alone: the guest gets no wrong byte, and nothing is
 /// lost.
 fn reads_fail_and_heal(kind: &str) {
-    let mut fs = match FailingFs::new(kind) {
+    let mut fs = match MediumFs::new(kind) {
         Ok(fs) => fs,
         Err(why) => return println!("skipped: no {kind} on a medium that fails: {why}"),
     };
@@ -554,7 +554,7 @@ fn export(disk: &Path, copy: &Path) {
 /// written back comes to the first of these syncs alone.
 #[test]
 fn a_copy_of_which_pages_fail_is_no_copy() {
-    let fs = match FailingFs::new("ext4") {
+    let fs = match MediumFs::new("ext4") {
         Ok(fs) => fs,
         Err(why) => return println!("skipped: no ext4 on a medium that fails: {why}"),
     };

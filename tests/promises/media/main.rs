@@ -2,8 +2,6 @@
 //! systems without RWF_DSYNC or holes.
 
 mod failing;
-mod failing_fs;
-mod faulty_file;
 mod fuse;
 mod sectors;
 mod slow;

@@ -1,9 +1,9 @@
-//! A file in memory that the kernel reads and writes through FUSE, and that fails when a test says
-//! so. It speaks the kernel's protocol itself (`linux/fuse.h`): the mount point is the file, so
+//! A medium: a file in memory that the kernel reads and writes through FUSE. It fails when a test
+//! says so, counts what is to be durable, and records all that reaches it. It speaks the kernel's protocol itself (`linux/fuse.h`): the mount point is the file, so
 //! there are no names to look up.
 
 use std::fs::File;
-use std::io::{Read, Write};
+use std::io::{self, Read, Write};
 use std::os::fd::AsRawFd;
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
@@ -12,7 +12,7 @@ use std::thread::JoinHandle;
 use std::time::Duration;
 
 use nix::mount::MsFlags;
-use rustix::fs::{FallocateFlags, MemfdFlags, fallocate, memfd_create};
+use rustix::fs::{FallocateFlags, MemfdFlags, SeekFrom, fallocate, memfd_create, seek};
 use rustix::io::Errno;
 use walvisor_testkit::process::run;
 
@@ -44,19 +44,113 @@ const BIG_WRITES: u32 = 1 << 5;
 const ASYNC_DIO: u32 = 1 << 15;
 
 /// The file, mounted. Dropping it unmounts it.
-pub struct FaultyFile {
+#[derive(Debug)]
+pub struct MediumFile {
     path: PathBuf,
     medium: Arc<Medium>,
     threads: Vec<JoinHandle<()>>,
 }
 
+/// What reaches a medium.
+#[derive(Clone, Debug)]
+pub enum MediumEvent {
+    /// These bytes are written at this offset.
+    Write(u64, Vec<u8>),
+    /// What was written before is to be durable.
+    Sync,
+}
+
+/// All that reached a medium for a while.
+#[derive(Debug)]
+pub struct Recording {
+    /// The medium's content before.
+    base: File,
+    /// What reached it then, in order.
+    pub events: Vec<MediumEvent>,
+}
+
+impl Recording {
+    /// Writes to the file `path` what a power cut before the event `at` leaves in the worst case:
+    /// only what was synced.
+    ///
+    /// # Errors
+    /// The file can't be written.
+    pub fn lose_unsynced(&self, at: usize, path: &Path) -> io::Result<()> {
+        let synced = self.events[..at]
+            .iter()
+            .rposition(|event| matches!(event, MediumEvent::Sync));
+        self.write_image(synced.unwrap_or(0), path).map(drop)
+    }
+
+    /// Writes to the file `path` what a power cut during the write `at` leaves, if it comes after
+    /// the write's first `bytes` bytes: those, and all before.
+    ///
+    /// # Errors
+    /// The file can't be written.
+    ///
+    /// # Panics
+    /// The event is no write, or shorter.
+    pub fn tear(&self, at: usize, bytes: usize, path: &Path) -> io::Result<()> {
+        let image = self.write_image(at, path)?;
+        let MediumEvent::Write(offset, data) = &self.events[at] else {
+            panic!("event {at} is no write");
+        };
+        image.write_all_at(&data[..bytes], *offset)
+    }
+
+    /// The base, and all writes before the event `at`.
+    fn write_image(&self, at: usize, path: &Path) -> io::Result<File> {
+        let image = File::create_new(path)?;
+        copy_sparse(&self.base, &image)?;
+        for event in &self.events[..at] {
+            if let MediumEvent::Write(offset, data) = event {
+                image.write_all_at(data, *offset)?;
+            }
+        }
+        Ok(image)
+    }
+}
+
+/// Copies a file's data, and leaves its holes.
+fn copy_sparse(from: &File, to: &File) -> io::Result<()> {
+    let size = from.metadata()?.len();
+    to.set_len(size)?;
+    let mut buffer = vec![0; 1 << 20];
+    let mut at = 0;
+    while at < size {
+        at = match seek(from, SeekFrom::Data(at)) {
+            Ok(data) => data,
+            // No data follows.
+            Err(Errno::NXIO) => break,
+            Err(errno) => return Err(errno.into()),
+        };
+        let end = seek(from, SeekFrom::Hole(at))?;
+        while at < end {
+            let len = buffer.len().min((end - at) as usize);
+            from.read_exact_at(&mut buffer[..len], at)?;
+            to.write_all_at(&buffer[..len], at)?;
+            at += len as u64;
+        }
+    }
+    Ok(())
+}
+
+#[derive(Debug)]
 struct Medium {
     memory: File,
     size: u64,
     faults: Mutex<Faults>,
+    history: Mutex<History>,
 }
 
-#[derive(Default)]
+/// What has reached the medium.
+#[derive(Debug, Default)]
+struct History {
+    syncs: u64,
+    recording: Option<Recording>,
+}
+
+#[derive(Debug, Default)]
 struct Faults {
     /// Writes of data that succeed before the next ones fail, and how many of those fail.
     sound_writes: u64,
@@ -66,8 +160,11 @@ struct Faults {
     failed_reads: u64,
 }
 
-impl FaultyFile {
+impl MediumFile {
     /// Mounts a file of `size` bytes at the file `path`.
+    ///
+    /// # Errors
+    /// The system refuses it; the text says what.
     pub fn mount(path: &Path, size: u64) -> Result<Self, String> {
         let memory = memfd_create("medium", MemfdFlags::CLOEXEC).map(File::from);
         let memory = memory.map_err(|error| error.to_string())?;
@@ -86,6 +183,7 @@ impl FaultyFile {
             memory,
             size,
             faults: Mutex::default(),
+            history: Mutex::default(),
         });
         let kernel = Arc::new(kernel);
         let threads = (0..4).map(|_| {
@@ -99,25 +197,80 @@ impl FaultyFile {
         })
     }
 
+    /// How often data was to be durable so far.
+    ///
+    /// # Panics
+    /// A thread that serves the file has panicked.
+    #[must_use]
+    pub fn syncs(&self) -> u64 {
+        self.medium.history.lock().unwrap().syncs
+    }
+
+    /// Begins to record.
+    ///
+    /// # Errors
+    /// The medium's content can't be copied.
+    ///
+    /// # Panics
+    /// As [`syncs`](Self::syncs).
+    pub fn record(&self) -> io::Result<()> {
+        let mut history = self.medium.history.lock().unwrap();
+        let base = File::from(memfd_create("base", MemfdFlags::CLOEXEC)?);
+        copy_sparse(&self.medium.memory, &base)?;
+        let events = Vec::new();
+        history.recording = Some(Recording { base, events });
+        Ok(())
+    }
+
+    /// How many events were recorded so far.
+    ///
+    /// # Panics
+    /// As [`syncs`](Self::syncs).
+    #[must_use]
+    pub fn recorded(&self) -> usize {
+        let history = self.medium.history.lock().unwrap();
+        let recording = history.recording.as_ref();
+        recording.map_or(0, |recording| recording.events.len())
+    }
+
+    /// Ends a recording.
+    ///
+    /// # Panics
+    /// Nothing is recorded; or as for [`syncs`](Self::syncs).
+    #[must_use]
+    pub fn end_recording(&self) -> Recording {
+        let mut history = self.medium.history.lock().unwrap();
+        history.recording.take().expect("a recording")
+    }
+
     /// Lets `failing` writes of data fail, after `sound` ones have succeeded.
+    ///
+    /// # Panics
+    /// As [`syncs`](Self::syncs).
     pub fn fail_writes(&self, sound: u64, failing: u64) {
         let mut faults = self.medium.faults.lock().unwrap();
         (faults.sound_writes, faults.failing_writes) = (sound, failing);
     }
 
     /// Lets all reads of data fail.
+    ///
+    /// # Panics
+    /// As [`syncs`](Self::syncs).
     pub fn fail_reads(&self) {
         self.medium.faults.lock().unwrap().reads_fail = true;
     }
 
     /// Lets nothing fail. Returns how many writes and reads have failed since the last call.
+    ///
+    /// # Panics
+    /// As [`syncs`](Self::syncs).
     pub fn heal(&self) -> (u64, u64) {
         let faults = std::mem::take(&mut *self.medium.faults.lock().unwrap());
         (faults.failed_writes, faults.failed_reads)
     }
 }
 
-impl Drop for FaultyFile {
+impl Drop for MediumFile {
     fn drop(&mut self) {
         // While it is mounted, the threads wait for requests.
         match run("umount", &[&self.path.display().to_string()]) {
@@ -170,7 +323,15 @@ impl Medium {
             GETATTR => Ok(self.attributes()),
             // The kernel keeps no pages of it, so each failure is reported to who asked.
             OPEN => Ok(words(&[0, 0, DIRECT_IO, 0])),
-            RELEASE | FSYNC => Ok(Vec::new()),
+            RELEASE => Ok(Vec::new()),
+            FSYNC => {
+                let mut history = self.history.lock().unwrap();
+                history.syncs += 1;
+                if let Some(recording) = &mut history.recording {
+                    recording.events.push(MediumEvent::Sync);
+                }
+                Ok(Vec::new())
+            }
             READ => {
                 let mut bytes = vec![0; u32_at(arguments, 16) as usize];
                 let read = self.memory.read_at(&mut bytes, u64_at(arguments, 8));
@@ -187,7 +348,13 @@ impl Medium {
                     std::thread::sleep(FAILURE);
                     return Err(Errno::IO);
                 }
+                // A recording has the writes in the order in which they are carried out.
+                let mut history = self.history.lock().unwrap();
                 self.write(bytes, offset).map_err(|_| Errno::IO)?;
+                if let Some(recording) = &mut history.recording {
+                    let event = MediumEvent::Write(offset, bytes.to_vec());
+                    recording.events.push(event);
+                }
                 Ok(words(&[bytes.len() as u32, 0]))
             }
             _ => Err(Errno::NOSYS),
@@ -217,7 +384,7 @@ impl Medium {
     }
 
     /// Writes to the memory. Zeroes take none.
-    fn write(&self, bytes: &[u8], offset: u64) -> std::io::Result<()> {
+    fn write(&self, bytes: &[u8], offset: u64) -> io::Result<()> {
         if bytes.iter().any(|&byte| byte != 0) {
             return self.memory.write_all_at(bytes, offset);
         }

@@ -1,29 +1,34 @@
-//! A file system on a medium that fails: ext4 or XFS, over a loop device over a [`FaultyFile`].
+//! A file system on a [`MediumFile`]: ext4 or XFS, over a loop device.
 
-use std::path::PathBuf;
+use std::io;
+use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
 use walvisor_testkit::process::run;
-use walvisor_tests::have;
 
-use crate::faulty_file::FaultyFile;
+use crate::have;
+use crate::medium_file::MediumFile;
 
 /// Bytes of a medium. XFS wants 300 MiB.
 const SIZE: u64 = 400 << 20;
 /// All requests from now on.
 pub const ALL: u64 = u64::MAX;
 
-/// A file system on a medium that fails. Dropping it removes all of it.
-pub struct FailingFs {
+/// A file system on a medium. Dropping it removes all of it.
+#[derive(Debug)]
+pub struct MediumFs {
     mounted: bool,
     device: Option<String>,
-    medium: Option<FaultyFile>,
+    medium: Option<MediumFile>,
     /// The last to be dropped.
     dir: tempfile::TempDir,
 }
 
-impl FailingFs {
-    /// Makes a file system of a kind.
+impl MediumFs {
+    /// Makes a file system of a kind, `ext4` or `xfs`, on a new medium.
+    ///
+    /// # Errors
+    /// That fails; the text says why.
     pub fn new(kind: &str) -> Result<Self, String> {
         let (maker, package, options) = match kind {
             "xfs" => ("mkfs.xfs", "xfsprogs", &["-q", "-K"][..]),
@@ -44,7 +49,7 @@ impl FailingFs {
         };
         std::fs::create_dir(made.top()).map_err(|error| error.to_string())?;
         let file = made.dir.path().join("medium");
-        made.medium = Some(FaultyFile::mount(&file, SIZE)?);
+        made.medium = Some(MediumFile::mount(&file, SIZE)?);
         let file = file.display().to_string();
         let device = run("losetup", &["--find", "--show", "--direct-io=on", &file])?;
         made.device = Some(device.clone());
@@ -53,12 +58,40 @@ impl FailingFs {
         Ok(made)
     }
 
+    /// Mounts the file system that `write` puts into a file, such as what a power cut has left of a
+    /// medium. The file itself is no [`medium`](Self::medium).
+    ///
+    /// # Errors
+    /// That fails; the text says why.
+    pub fn from_image(write: impl FnOnce(&Path) -> io::Result<()>) -> Result<Self, String> {
+        let dir = tempfile::tempdir().map_err(|error| error.to_string())?;
+        let mut made = Self {
+            mounted: false,
+            device: None,
+            medium: None,
+            dir,
+        };
+        let file = made.dir.path().join("image");
+        std::fs::create_dir(made.top())
+            .and_then(|()| write(&file))
+            .map_err(|error| error.to_string())?;
+        let file = file.display().to_string();
+        made.device = Some(run("losetup", &["--find", "--show", &file])?);
+        made.mount()?;
+        Ok(made)
+    }
+
     /// The medium.
-    pub fn medium(&self) -> &FaultyFile {
+    ///
+    /// # Panics
+    /// It was made [from an image](Self::from_image).
+    #[must_use]
+    pub fn medium(&self) -> &MediumFile {
         self.medium.as_ref().expect("it has one")
     }
 
     /// The mount point.
+    #[must_use]
     pub fn top(&self) -> PathBuf {
         self.dir.path().join("mounted")
     }
@@ -88,6 +121,9 @@ impl FailingFs {
 
     /// What a power cut does, after all processes have ended: what is not on the medium by now is
     /// lost.
+    ///
+    /// # Panics
+    /// The file system can't be unmounted or mounted again.
     pub fn lose_power(&mut self) {
         self.medium().fail_writes(0, ALL);
         self.unmount().unwrap();
@@ -96,7 +132,7 @@ impl FailingFs {
     }
 }
 
-impl Drop for FailingFs {
+impl Drop for MediumFs {
     fn drop(&mut self) {
         if let Err(why) = self.unmount() {
             println!("{why}");

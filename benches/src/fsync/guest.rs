@@ -1,0 +1,153 @@
+//! The disks of guests: QEMU's own, walvisor's over vhost-user, and those of user-mode Linux, whose
+//! kernel may have a cache of its own over them. A guest of the same kind looks at what a power cut
+//! has left.
+
+use std::io::Write;
+use std::path::Path;
+use std::process::ChildStdin;
+
+use serde_json::{Value, json};
+use tempfile::TempDir;
+use walvisor::commands::CommandError;
+use walvisor_guest_images::guest::vhost_user_disk;
+use walvisor_guest_images::{Cache, Guest, GuestImages, Reporter, UserMode};
+use walvisor_tests::medium_fs::MediumFs;
+
+use super::{CLIENTS, DISKS, ServedDisks, Way, cuts, record};
+use crate::bench_dirs::directory;
+
+const SCRIPT: &str = include_str!("../../scripts/fsync-guest.sh");
+
+/// A guest with the disks of a way.
+struct RunningGuest {
+    guest: Guest,
+    input: ChildStdin,
+    _dir: TempDir,
+    // Ends after the guest.
+    _served: Option<ServedDisks>,
+}
+
+impl RunningGuest {
+    /// Boots it with the disks in `images`.
+    fn boot(way: &Way, images: &Path, task: &str) -> Result<Self, CommandError> {
+        let side = way.side;
+        let dir = directory(&std::env::temp_dir())?;
+        let is_walvisor = !side.text("spec").is_empty();
+        let served = is_walvisor.then(|| way.serve("vhost-user", images));
+        let served = served.transpose()?;
+        let sockets = served.iter().flat_map(|served| &served.sockets);
+        let reporter = Reporter::quiet(None);
+        let script = |console: &str| {
+            format!(
+                "DISKS='{}' COMMITS={} TASK={task} CONSOLE={console}\n{}\n{SCRIPT}",
+                side.text("disks"),
+                way.commits(),
+                side.text("setup"),
+            )
+        };
+        let guest = if side.text("guest") == "linux.uml" {
+            let files = side.text("files").split_whitespace();
+            let modules = side.text("modules").split_whitespace();
+            let guest = UserMode {
+                disks: sockets.cloned().collect(),
+                files: files.map(|file| images.join(file)).collect(),
+                modules: modules.map(str::to_owned).collect(),
+                ..UserMode::default()
+            };
+            guest.boot_here(dir.path(), &script("/dev/tty0"))
+        } else {
+            let cache = Cache::open(None).map_err(CommandError::failed)?;
+            let own = GuestImages::ensure(&cache, &reporter).map_err(CommandError::failed)?;
+            let drives = (0..DISKS).filter(|_| !is_walvisor).flat_map(|disk| {
+                let image = images.join(format!("raw-{disk}.img"));
+                let image = image.display();
+                let options = side.text("drive");
+                [
+                    "-drive".to_owned(),
+                    format!("if=none,id=d{disk},format=raw,file={image},{options}"),
+                    "-device".to_owned(),
+                    format!("virtio-blk-pci,drive=d{disk}"),
+                ]
+            });
+            let sockets = sockets.enumerate();
+            let sockets = sockets.flat_map(|(disk, socket)| vhost_user_disk(disk, socket, 1));
+            let arguments: Vec<String> = drives.chain(sockets).collect();
+            Guest::qemu(dir.path(), &own, &arguments, &script("/dev/ttyS0"))
+        };
+        let mut guest = guest.map_err(CommandError::failed)?;
+        let input = guest.input();
+        let input = input.ok_or_else(|| CommandError::Failed("a guest has no input".to_owned()))?;
+        Ok(Self {
+            guest,
+            input,
+            _dir: dir,
+            _served: served,
+        })
+    }
+
+    /// Waits until the guest has come to a step.
+    fn reach(&mut self, step: &str) -> Result<String, CommandError> {
+        let line = self.guest.wait_for("guest: ");
+        let line = line.map_err(CommandError::failed)?;
+        if line.starts_with(&format!("guest: {step}")) {
+            return Ok(line);
+        }
+        Err(CommandError::Failed(format!("instead of {step}: {line}")))
+    }
+
+    fn go_on(&mut self) -> Result<(), CommandError> {
+        self.input.write_all(b"\n").map_err(CommandError::failed)
+    }
+}
+
+/// All figures of a way in a guest.
+pub fn measure(way: &Way) -> Result<Value, CommandError> {
+    let (medium, commits) = (way.volume.medium(), way.commits());
+    let mut guest = RunningGuest::boot(way, &way.volume.top(), "work")?;
+    guest.reach("ready")?;
+    let ready = medium.syncs();
+    guest.go_on()?;
+    guest.reach("alone")?;
+    let alone = medium.syncs();
+    guest.go_on()?;
+    guest.reach("together")?;
+    let together = medium.syncs();
+    record(medium)?;
+    guest.go_on()?;
+    guest.reach("cut")?;
+    let last = medium.recorded();
+    let commited = medium.end_recording();
+    record(medium)?;
+    guest.go_on()?;
+    guest.reach("torn")?;
+    rustix::fs::sync();
+    let pages = medium.end_recording();
+    drop(guest);
+    let left = MediumFs::from_image(|path| commited.lose_unsynced(last, path));
+    let (lost, _) = look(way, &left.map_err(CommandError::Failed)?)?;
+    let mut torn = 0;
+    for (at, bytes) in cuts(way.side, &pages) {
+        let left = MediumFs::from_image(|path| pages.tear(at, bytes, path));
+        torn += look(way, &left.map_err(CommandError::Failed)?)?.1;
+    }
+    let all = commits / 5 * (DISKS * CLIENTS) as u64;
+    Ok(json!({
+        "per_flush_alone": (alone - ready) as f64 / commits as f64,
+        "per_flush_together": (together - alone) as f64 / all as f64,
+        "lost_by_cut": lost,
+        "torn": torn,
+    }))
+}
+
+/// What a guest finds on a volume: the number of lost commits, and 1 if a page is torn.
+fn look(way: &Way, volume: &MediumFs) -> Result<(u64, u64), CommandError> {
+    let mut guest = RunningGuest::boot(way, &volume.top(), "check")?;
+    let found = guest.reach("found")?;
+    let numbers = found
+        .split_whitespace()
+        .filter_map(|word| word.parse().ok());
+    match numbers.collect::<Vec<u64>>()[..] {
+        [lost, torn] => Ok((lost, torn)),
+        _ => Err(CommandError::Failed(format!("a guest: {found}"))),
+    }
+}
