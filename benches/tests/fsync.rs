@@ -11,7 +11,7 @@ fn cuts_lose_nothing_flushed_with_a_log_and_all_without_syncs() {
     let only = ["fsync", "--quick", "--only", only, "--json"];
     let report = report(&bench(dir.path(), &only).output().unwrap());
     let rows = rows(&report, "doors");
-    let ways = texts(&rows, "way");
+    let ways = texts(rows, "way");
     let row = |way: &str| {
         let at = ways.iter().position(|known| *known == way);
         &rows[at.unwrap_or_else(|| panic!("no {way}: {ways:?}"))]
