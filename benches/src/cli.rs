@@ -42,8 +42,8 @@ enum Command {
     /// A disk's commits beside clients that take all they can get, on walvisor and on
     /// qemu-storage-daemon
     Neighbours(neighbours::NeighboursArguments),
-    /// What each way to have a disk does with a FLUSH: syncs of the medium, and what kills and power
-    /// cuts lose and tear
+    /// What each way to have a disk does with a FLUSH: syncs of the medium, and what kills and
+    /// power cuts lose and tear
     Fsync(fsync::FsyncArguments),
     /// Commits of a disk whose log goes to a store that is far away, and that wait for it
     Archive(archive::ArchiveArguments),

@@ -26,7 +26,7 @@ use crate::bench::{Bench, Side, Turn, settings};
 use crate::bench_dirs::{BenchDirs, LOGGED, make_disks};
 use crate::daemon::Daemon;
 use crate::output::Output;
-use crate::programs::missing;
+use crate::programs::{missing, not_measured};
 use crate::serve::serve;
 
 const MATRICES: &str = include_str!("../matrices/neighbours.toml");
@@ -65,10 +65,9 @@ pub fn run(arguments: &NeighboursArguments) -> Result<(), CommandError> {
     let given = settings(json!({ "door": doors, "attack": names }));
     let mut bench = Bench::new(MATRICES, output, &[], &given);
     let matrix = &mut bench.matrices[0];
-    if let Some((program, package)) = missing(&[(THEIRS, "qemu-system-common")]) {
+    if let Some(need) = missing(&[(THEIRS, "qemu-system-common")]) {
         matrix.keep_sides(&[OURS.to_owned()]);
-        let note = format!("Not measured: {program} is missing: install the package {package}");
-        matrix.notes.push(note);
+        matrix.notes.push(not_measured(need));
     }
     let session = bench.start()?;
     let place = BenchDirs::new(&output.dir)?;

@@ -27,7 +27,7 @@ use crate::daemon::{Daemon, HaltGuard};
 use crate::guests::{self, write_script};
 use crate::load::vhost_user::drive;
 use crate::output::Output;
-use crate::programs::{missing, walvisor};
+use crate::programs::{missing, not_measured, walvisor};
 use crate::serve::serve;
 use crate::session::Session;
 
@@ -108,10 +108,8 @@ pub fn run(arguments: &PeersArguments) -> Result<(), CommandError> {
         if these.rows.is_empty() || session.interrupted() {
             continue;
         }
-        if let Some((program, package)) = missing(needs(door)) {
-            matrix.notes.push(format!(
-                "Not measured: {program} is missing: install the package {package}"
-            ));
+        if let Some(need) = missing(needs(door)) {
+            matrix.notes.push(not_measured(need));
             continue;
         }
         let measured = match door {

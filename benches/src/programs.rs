@@ -60,6 +60,11 @@ pub fn missing<'a>(needs: &[(&'a str, &'a str)]) -> Option<(&'a str, &'a str)> {
     needs.find(|(program, _)| find(program).is_none()).copied()
 }
 
+/// The note about a program that is missing, and its package.
+pub fn not_measured((program, package): (&str, &str)) -> String {
+    format!("Not measured: {program} is missing: install the package {package}")
+}
+
 /// Checks that these programs are installed. Each comes with its package.
 ///
 /// # Errors

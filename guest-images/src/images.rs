@@ -66,15 +66,6 @@ const OUTER_MODULES: [&str; 9] = [
 
 /// The modules of `initramfs-scsi.cpio`, for jobs that use that machine's SCSI target.
 const SCSI_MODULES: [&str; 4] = ["target_core_user", "tcm_loop", "vhost_scsi", "sd_mod"];
-/// A kernel that is newer than Debian 12's own.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum NewerKernel {
-    /// Linux 6.12, which Debian 12 has beside its own.
-    V6_12,
-    /// The newest that Debian builds for a stable release: of Debian 13's backports.
-    Newest,
-}
-
 /// The modules of a guest with a newer kernel, which has a SCSI disk.
 const NEWER_GUEST_MODULES: [&str; 5] = [
     "virtio_mmio",
@@ -109,6 +100,15 @@ const BUILD_NEEDS: [(&str, &str); 8] = [
     ("ldd", "libc-bin"),
 ];
 
+/// A kernel that is newer than Debian 12's own.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum NewerKernel {
+    /// Linux 6.12, which Debian 12 has beside its own.
+    V6_12,
+    /// The newest that Debian builds for a stable release: of Debian 13's backports.
+    Newest,
+}
+
 /// Images for a Linux guest: a directory with
 ///
 /// - `vmlinuz`: the distribution's kernel as a bzImage;
@@ -135,7 +135,8 @@ impl GuestImages {
     /// # Errors
     /// A download or a step of the build fails. The cache is then as before.
     pub fn ensure(cache: &Cache, reporter: &Reporter) -> Result<Self> {
-        ensure_with(&BUILD_NEEDS, Self::from_package_lists, cache, reporter)
+        let build = |scratch: &ScratchDir| Self::from_package_lists(cache, scratch, reporter);
+        ensure_with(&BUILD_NEEDS, build, cache, reporter)
     }
 
     /// Images of the packages in this machine's package lists.
@@ -171,7 +172,7 @@ impl GuestImages {
     /// # Errors
     /// As [`ensure`](Self::ensure).
     pub fn ensure_newer(cache: &Cache, kernel: NewerKernel, reporter: &Reporter) -> Result<Self> {
-        let build = |cache: &Cache, scratch: &ScratchDir, reporter: &Reporter| match kernel {
+        let build = |scratch: &ScratchDir| match kernel {
             NewerKernel::V6_12 => {
                 let wanted = [&packages::NEWER_PACKAGES[..], &[packages::KERNEL_6_12]].concat();
                 Self::with_kernel("newer", &wanted, None, cache, scratch, reporter)
@@ -238,21 +239,21 @@ impl GuestImages {
     }
 }
 
-/// As `build` after the installation of `needs`, and once more if apt's package lists turn out to be
-/// outdated.
+/// Installs `needs`, and returns what `build` makes. If apt's package lists turn out to be
+/// outdated, updates them and builds once more.
 pub(crate) fn ensure_with<T>(
     needs: &[(&str, &str)],
-    build: impl Fn(&Cache, &ScratchDir, &Reporter) -> Result<T>,
+    build: impl Fn(&ScratchDir) -> Result<T>,
     cache: &Cache,
     reporter: &Reporter,
 ) -> Result<T> {
     packages::install_missing(needs, reporter)?;
     let scratch = ScratchDir::new(cache, reporter)?;
-    match build(cache, &scratch, reporter) {
+    match build(&scratch) {
         // The archive no longer has the versions that the lists name.
         Err(Error::Program { command, .. }) if command.starts_with("apt-get ") => {
             packages::update(reporter)?;
-            build(cache, &scratch, reporter)
+            build(&scratch)
         }
         ensured => ensured,
     }

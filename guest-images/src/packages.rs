@@ -150,9 +150,8 @@ impl OtherRelease {
         scratch: &Path,
         reporter: &Reporter,
     ) -> Result<Vec<Package>> {
-        self.keep_versions(wanted, scratch, || {
-            self.update(reporter)?;
-            self.versions(wanted.iter().copied())
+        self.ask(wanted, scratch, reporter, || {
+            Ok(wanted.iter().copied().map(str::to_owned).collect())
         })
     }
 
@@ -167,34 +166,33 @@ impl OtherRelease {
         reporter: &Reporter,
     ) -> Result<Vec<Package>> {
         let meta = "linux-image-cloud-amd64";
-        self.keep_versions(&[meta], scratch, || {
-            self.update(reporter)?;
+        self.ask(&[meta], scratch, reporter, || {
             let depends = ["depends", "--recurse", "--no-recommends", meta];
             let names = run(self.apt("apt-cache").args(depends))?;
             let names = String::from_utf8_lossy(&names.stdout);
             // What else it depends on has other names; lines with a space begin with the relation.
             let parts = ["base", "binary", "modules"].map(|part| format!("linux-{part}-"));
             let is_part = |name: &&str| parts.iter().any(|part| name.starts_with(part));
-            self.versions(names.lines().filter(is_part))
+            Ok(names.lines().filter(is_part).map(str::to_owned).collect())
         })
     }
 
-    fn keep_versions(
+    /// The versions of the packages that `names` says after an update, or the answer of the last
+    /// time.
+    fn ask(
         &self,
         wanted: &[&str],
         scratch: &Path,
-        ask: impl FnOnce() -> Result<Vec<Package>>,
+        reporter: &Reporter,
+        names: impl FnOnce() -> Result<Vec<String>>,
     ) -> Result<Vec<Package>> {
         let kept = self.directory.with_extension("versions");
-        keep_answer(wanted, &kept, scratch, ask)
-    }
-
-    fn versions<'a>(&self, names: impl Iterator<Item = &'a str>) -> Result<Vec<Package>> {
-        let shown = run(self
-            .apt("apt-cache")
-            .args(["show", "--no-all-versions"])
-            .args(names))?;
-        Ok(parse_stanzas(&String::from_utf8_lossy(&shown.stdout)))
+        keep_answer(wanted, &kept, scratch, || {
+            self.update(reporter)?;
+            let show = ["show", "--no-all-versions"];
+            let shown = run(self.apt("apt-cache").args(show).args(names()?))?;
+            Ok(parse_stanzas(&String::from_utf8_lossy(&shown.stdout)))
+        })
     }
 
     fn apt(&self, program: &str) -> Command {
@@ -307,19 +305,14 @@ fn simulate(wanted: &[&str], scratch: &Path) -> Result<Vec<Package>> {
         .filter(|package| is_needed(&package.name, wanted))
         .collect();
     packages.sort();
-    let kernel = wanted.iter().find(|name| name.starts_with(KERNEL));
-    match kernel {
-        Some(kernel)
-            if !packages
-                .iter()
-                .any(|package| package.name.starts_with(KERNEL)) =>
-        {
-            Err(Error::Unusable(format!(
-                "apt-get knows no package of the kernel {kernel}"
-            )))
-        }
-        _ => Ok(packages),
+    if let Some(kernel) = wanted.iter().find(|name| name.starts_with(KERNEL))
+        && !packages.iter().any(|known| known.name.starts_with(KERNEL))
+    {
+        return Err(Error::Unusable(format!(
+            "apt-get knows no package of the kernel {kernel}"
+        )));
     }
+    Ok(packages)
 }
 
 /// Reads `Inst fio (3.33-3 Debian:12 [amd64])`.

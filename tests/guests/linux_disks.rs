@@ -5,7 +5,7 @@
 
 use serde_json::Value;
 use walvisor_guest_images::{JobOutcome, Metrics};
-use walvisor_tests::{base64, compile, job_lines, run_linux_job, run_newer_linux_job};
+use walvisor_tests::{job_lines, run_linux_job, run_newer_linux_job, with_program};
 
 /// The rest of each console line that begins with `prefix`.
 fn lines<'a>(outcome: &'a JobOutcome, prefix: &str) -> Vec<&'a str> {
@@ -266,11 +266,8 @@ fn everything_kept_outlives_reboot_and_panics(outcome: &JobOutcome) {
 #[test]
 fn linux_sees_that_scsi_disks_write_atomically_over_both_transports() {
     let dir = tempfile::tempdir().unwrap();
-    let guest = format!(
-        "base64 -d >/tmp/atomic <<'END'\n{}END\nchmod +x /tmp/atomic\n{}",
-        base64(&compile(dir.path(), "atomic")),
-        include_str!("../scripts/atomic-guest.sh")
-    );
+    let script = include_str!("../scripts/atomic-guest.sh");
+    let guest = with_program(dir.path(), "atomic", script);
     let script = include_str!("../scripts/atomic-job.sh");
     let Some(outcome) = run_newer_linux_job(script, &[("guest.sh", &guest)]) else {
         return;

@@ -1,8 +1,7 @@
 //! Databases on the disk, and power cuts under load: MariaDB without its doublewrite buffer,
 //! PostgreSQL without full-page writes, both also where the kernel knows that the disk writes
-//! atomically, and SQLite with either journal. Every commit that a client
-//! has reported to the test, outside of the guest, must be there afterwards, and every page must be
-//! whole.
+//! atomically, and SQLite with either journal. Every commit that a client has reported to the test,
+//! outside of the guest, must be there afterwards, and every page must be whole.
 //!
 //! A cut is a SIGKILL of the guest and of the daemon, at a moment and in an order that a seed
 //! decides (`WALVISOR_SEED` repeats them). The data in the memory of both is lost. The data that
@@ -187,20 +186,17 @@ impl TestDir {
     }
 
     fn boot(&mut self, script: &str, make: Option<&str>, work: bool) -> (Daemon, Guest) {
-        let (mut options, mut disk, mut atomic) = ("", "/dev/vda", Path::new(""));
+        let mut guest = UserMode::default();
         let sockets = vec![self.dir.path().join("s")];
-        let guest = match &self.newest {
-            None => UserMode {
-                disks: sockets,
-                ..UserMode::default()
-            },
+        let (options, disk, atomic) = match &self.newest {
+            None => {
+                guest.disks = sockets;
+                ("", "/dev/vda", Path::new(""))
+            }
             Some((kernel, program)) => {
-                (options, disk, atomic) = (",device=scsi", "/dev/sda", program);
-                UserMode {
-                    scsi: sockets,
-                    newest: Some(kernel.clone()),
-                    ..UserMode::default()
-                }
+                guest.scsi = sockets;
+                guest.newest = Some(kernel.clone());
+                (",device=scsi", "/dev/sda", program.as_path())
             }
         };
         let arguments = format!("--disk path=disk.img,socket=s{options} --control c");

@@ -217,6 +217,20 @@ pub fn base64(file: &Path) -> String {
     String::from_utf8(text.expect("base64 starts").stdout).expect("text")
 }
 
+/// The guest's `script`, before which the guest gets the program of `scripts/NAME.c` as
+/// `/bin/NAME`. It is compiled in `directory`.
+///
+/// # Panics
+/// As [`compile`].
+#[must_use]
+pub fn with_program(directory: &Path, name: &str, script: &str) -> String {
+    let text = Command::new("base64")
+        .arg(compile(directory, name))
+        .output();
+    let text = String::from_utf8(text.expect("base64 starts").stdout).expect("text");
+    format!("base64 -d >/bin/{name} <<'END'\n{text}END\nchmod +x /bin/{name}\n{script}")
+}
+
 /// Runs `script` (with further `files`) as a job with the `walvisor` of this source tree. Prints
 /// the console, which the test harness shows if the test fails. Returns `None` if this machine
 /// cannot run it, after printing `skipped: why`.

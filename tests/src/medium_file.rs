@@ -1,6 +1,7 @@
 //! A medium: a file in memory that the kernel reads and writes through FUSE. It fails when a test
-//! says so, counts what is to be durable, and records all that reaches it. It speaks the kernel's protocol itself (`linux/fuse.h`): the mount point is the file, so
-//! there are no names to look up.
+//! says so, counts the requests to make data durable, and records all that reaches it. It speaks
+//! the kernel's protocol itself (`linux/fuse.h`): the mount point is the file, so there are no
+//! names to look up.
 
 use std::fs::File;
 use std::io::{self, Read, Write};
@@ -56,7 +57,7 @@ pub struct MediumFile {
 pub enum MediumEvent {
     /// These bytes are written at this offset.
     Write(u64, Vec<u8>),
-    /// What was written before is to be durable.
+    /// The kernel asks to make durable what was written before.
     Sync,
 }
 
@@ -197,7 +198,7 @@ impl MediumFile {
         })
     }
 
-    /// How often data was to be durable so far.
+    /// How many requests to make data durable there were so far.
     ///
     /// # Panics
     /// A thread that serves the file has panicked.

@@ -40,14 +40,7 @@ impl MediumFs {
         if !have(maker, package) || !have("losetup", "mount") {
             return Err("no tools for file systems".to_owned());
         }
-        let dir = tempfile::tempdir().map_err(|error| error.to_string())?;
-        let mut made = Self {
-            mounted: false,
-            device: None,
-            medium: None,
-            dir,
-        };
-        std::fs::create_dir(made.top()).map_err(|error| error.to_string())?;
+        let mut made = Self::empty()?;
         let file = made.dir.path().join("medium");
         made.medium = Some(MediumFile::mount(&file, SIZE)?);
         let file = file.display().to_string();
@@ -64,20 +57,25 @@ impl MediumFs {
     /// # Errors
     /// That fails; the text says why.
     pub fn from_image(write: impl FnOnce(&Path) -> io::Result<()>) -> Result<Self, String> {
+        let mut made = Self::empty()?;
+        let file = made.dir.path().join("image");
+        write(&file).map_err(|error| error.to_string())?;
+        let file = file.display().to_string();
+        made.device = Some(run("losetup", &["--find", "--show", &file])?);
+        made.mount()?;
+        Ok(made)
+    }
+
+    /// A mount point, and nothing there yet.
+    fn empty() -> Result<Self, String> {
         let dir = tempfile::tempdir().map_err(|error| error.to_string())?;
-        let mut made = Self {
+        let made = Self {
             mounted: false,
             device: None,
             medium: None,
             dir,
         };
-        let file = made.dir.path().join("image");
-        std::fs::create_dir(made.top())
-            .and_then(|()| write(&file))
-            .map_err(|error| error.to_string())?;
-        let file = file.display().to_string();
-        made.device = Some(run("losetup", &["--find", "--show", &file])?);
-        made.mount()?;
+        std::fs::create_dir(made.top()).map_err(|error| error.to_string())?;
         Ok(made)
     }
 

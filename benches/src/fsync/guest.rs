@@ -36,7 +36,6 @@ impl RunningGuest {
         let served = is_walvisor.then(|| way.serve("vhost-user", images));
         let served = served.transpose()?;
         let sockets = served.iter().flat_map(|served| &served.sockets);
-        let reporter = Reporter::quiet(None);
         let script = |console: &str| {
             format!(
                 "DISKS='{}' COMMITS={} TASK={task} CONSOLE={console}\n{}\n{SCRIPT}",
@@ -57,7 +56,8 @@ impl RunningGuest {
             guest.boot_here(dir.path(), &script("/dev/tty0"))
         } else {
             let cache = Cache::open(None).map_err(CommandError::failed)?;
-            let own = GuestImages::ensure(&cache, &reporter).map_err(CommandError::failed)?;
+            let own = GuestImages::ensure(&cache, &Reporter::quiet(None));
+            let own = own.map_err(CommandError::failed)?;
             let drives = (0..DISKS).filter(|_| !is_walvisor).flat_map(|disk| {
                 let image = images.join(format!("raw-{disk}.img"));
                 let image = image.display();
@@ -116,14 +116,14 @@ pub fn measure(way: &Way) -> Result<Value, CommandError> {
     guest.go_on()?;
     guest.reach("cut")?;
     let last = medium.recorded();
-    let commited = medium.end_recording();
+    let committed = medium.end_recording();
     record(medium)?;
     guest.go_on()?;
     guest.reach("torn")?;
     rustix::fs::sync();
     let pages = medium.end_recording();
     drop(guest);
-    let left = MediumFs::from_image(|path| commited.lose_unsynced(last, path));
+    let left = MediumFs::from_image(|path| committed.lose_unsynced(last, path));
     let (lost, _) = look(way, &left.map_err(CommandError::Failed)?)?;
     let mut torn = 0;
     for (at, bytes) in cuts(way.side, &pages) {

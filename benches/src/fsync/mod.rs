@@ -1,12 +1,12 @@
-//! `walvisor-bench fsync`: what each way to have a disk does with a FLUSH. A medium beneath the file
-//! system counts the requests to make data durable, and records what reaches it. So a power cut at
-//! any place can be shown: the file system of what is left is mounted, and the same command serves
-//! the disk again.
+//! `walvisor-bench fsync`: what each way to have a disk does with a FLUSH. A medium beneath the
+//! file system counts the requests to make data durable, and records what reaches it. So a power
+//! cut at any place can be shown: the file system of what is left is mounted, and the same command
+//! serves the disk again.
 //!
 //! ```text
-//!   NBD clients ─▶ walvisor, qemu-nbd, qemu-storage-daemon, nbdkit ─▶ ext4 ─▶ loop ─▶ a medium in memory
-//!   guests ─▶ QEMU, walvisor, caches of a kernel ──────────────────▶
-//!                                              the same on ext4 ◀── what is left after a cut ──┘
+//!   NBD clients ─▶ walvisor, qemu-nbd, qemu-storage-daemon, nbdkit ─▶ ext4 ─▶ loop ─▶ medium
+//!   guests ──────▶ QEMU, walvisor, caches of a kernel ──────────────▶                   │
+//!                                the same on ext4 ◀── what is left after a cut ─────────┘
 //! ```
 
 mod guest;
@@ -23,7 +23,7 @@ use tempfile::TempDir;
 use walvisor::commands::CommandError;
 use walvisor_storage::StoreOptions;
 use walvisor_testkit::Random;
-use walvisor_testkit::nbd::{FLUSH, READ, SEND_FLUSH, SimpleClient, WRITE};
+use walvisor_testkit::nbd::{FLUSH, READ, SEND_FLUSH, SEND_FUA, SimpleClient, WRITE};
 use walvisor_tests::medium_file::{MediumEvent, MediumFile, Recording};
 use walvisor_tests::medium_fs::MediumFs;
 
@@ -31,9 +31,8 @@ use crate::bench::{Bench, Settings, Side, Turn, fill, measure_together};
 use crate::bench_dirs::{LOGGED, directory, make_disks};
 use crate::blocks::{BLOCK, is_stamped, stamp};
 use crate::daemon::Daemon;
-use crate::load::nbd::NbdClient;
 use crate::output::Output;
-use crate::programs::missing;
+use crate::programs::{missing, not_measured};
 use crate::serve::serve;
 
 const MATRICES: &str = include_str!("../../matrices/fsync.toml");
@@ -46,8 +45,6 @@ const SECTOR: usize = 512;
 const NBD: &str = "nbd";
 /// In the stamps of all that is written here.
 const WRITER: u64 = 1;
-/// Of the transmission flags: the server offers FUA.
-const SEND_FUA: u16 = 1 << 3;
 
 /// Arguments of `walvisor-bench fsync`.
 #[derive(Debug, Args)]
@@ -84,7 +81,7 @@ pub fn run(arguments: &FsyncArguments) -> Result<(), CommandError> {
             row.sides.retain(|side| only.is_empty() || wanted(side));
         }
         for need in PACKAGES {
-            let (program, package) = need;
+            let program = need.0;
             if !matrix.sides().any(|side| needs(side, program)) {
                 continue;
             }
@@ -92,8 +89,7 @@ pub fn run(arguments: &FsyncArguments) -> Result<(), CommandError> {
                 matrix.notes.extend(version(program));
                 continue;
             }
-            let note = format!("Not measured: {program} is missing: install the package {package}");
-            matrix.notes.push(note);
+            matrix.notes.push(not_measured(need));
             for row in &mut matrix.rows {
                 row.sides.retain(|side| !needs(side, program));
             }
@@ -164,15 +160,15 @@ struct ServedDisks {
     daemons: Vec<Daemon>,
     sockets: Vec<PathBuf>,
     _dir: TempDir,
+    /// What a power cut has left, if they are on that. Dropped after the daemons.
+    left: Option<MediumFs>,
 }
 
 impl ServedDisks {
-    /// A client of a disk, and the transmission flags.
+    /// A client of a disk.
     fn connect(&self, disk: usize) -> Result<Client, CommandError> {
-        let (socket, export) = (&self.sockets[disk], format!("disk{disk}"));
-        let (_, flags) = NbdClient::connect(socket, &export).map_err(CommandError::failed)?;
-        let nbd = SimpleClient::connect(socket, &export).map_err(CommandError::failed)?;
-        Ok(Client { nbd, flags })
+        let nbd = SimpleClient::connect(&self.sockets[disk], &format!("disk{disk}"));
+        nbd.map(Client).map_err(CommandError::failed)
     }
 
     /// Ends them with SIGKILL.
@@ -181,24 +177,22 @@ impl ServedDisks {
     }
 }
 
-struct Client {
-    nbd: SimpleClient,
-    flags: u16,
-}
+/// A client of a disk, whose errors end the benchmark.
+struct Client(SimpleClient);
 
 impl Client {
     fn write(&mut self, offset: u64, data: &mut [u8], fua: bool) -> Result<(), CommandError> {
         let len = data.len();
-        let ended = self.nbd.end(WRITE, offset, len, data, fua);
+        let ended = self.0.end(WRITE, offset, len, data, fua);
         ended.map_err(CommandError::failed)
     }
 
     /// A server without a cache offers no FLUSH: its writes are durable when they are answered.
     fn flush(&mut self) -> Result<(), CommandError> {
-        if self.flags & SEND_FLUSH == 0 {
+        if self.0.flags & SEND_FLUSH == 0 {
             return Ok(());
         }
-        let ended = self.nbd.end(FLUSH, 0, 0, &mut [], false);
+        let ended = self.0.end(FLUSH, 0, 0, &mut [], false);
         ended.map_err(CommandError::failed)
     }
 
@@ -216,7 +210,7 @@ impl Client {
 
     fn read(&mut self, offset: u64, len: usize) -> Result<Vec<u8>, CommandError> {
         let mut data = vec![0; len];
-        let ended = self.nbd.end(READ, offset, len, &mut data, false);
+        let ended = self.0.end(READ, offset, len, &mut data, false);
         ended.map_err(CommandError::failed)?;
         Ok(data)
     }
@@ -264,6 +258,7 @@ impl Way<'_> {
             daemons,
             sockets,
             _dir: dir,
+            left: None,
         })
     }
 
@@ -276,7 +271,7 @@ impl Way<'_> {
         let before = syncs();
         (0..commits).try_for_each(|number| client.commit(number, number))?;
         let alone = syncs() - before;
-        let fua = if client.flags & SEND_FUA == 0 {
+        let fua = if client.0.flags & SEND_FUA == 0 {
             None
         } else {
             let before = syncs();
@@ -336,7 +331,7 @@ impl Way<'_> {
         let last = medium.recorded();
         let recording = medium.end_recording();
         let served = self.serve_after(|path| recording.lose_unsynced(last, path))?;
-        served.disks.connect(0)?.count_lost(commits, FIRST)
+        served.connect(0)?.count_lost(commits, FIRST)
     }
 
     /// Power cuts, each within a write to the medium, that leave a page partly old.
@@ -362,7 +357,7 @@ impl Way<'_> {
         let mut torn = 0;
         for (at, bytes) in cuts(self.side, &recording) {
             let served = self.serve_after(|path| recording.tear(at, bytes, path))?;
-            let mut client = served.disks.connect(0)?;
+            let mut client = served.connect(0)?;
             let pages = (0..PAGES).map(|page| client.read(page * PAGE as u64, PAGE));
             let pages = pages.collect::<Result<Vec<_>, _>>()?;
             let is_torn = |page: &Vec<u8>| page.chunks(16).any(|chunk| chunk != &page[..16]);
@@ -375,13 +370,11 @@ impl Way<'_> {
     fn serve_after(
         &self,
         write: impl FnOnce(&Path) -> io::Result<()>,
-    ) -> Result<Restarted, CommandError> {
+    ) -> Result<ServedDisks, CommandError> {
         let volume = MediumFs::from_image(write).map_err(CommandError::Failed)?;
-        let disks = self.serve(NBD, &volume.top())?;
-        Ok(Restarted {
-            disks,
-            _volume: volume,
-        })
+        let mut served = self.serve(NBD, &volume.top())?;
+        served.left = Some(volume);
+        Ok(served)
     }
 }
 
@@ -407,11 +400,4 @@ fn cuts(side: &Side, recording: &Recording) -> Vec<(usize, usize)> {
         (at, sectors * SECTOR)
     });
     chosen.collect()
-}
-
-/// Disks that are served again.
-struct Restarted {
-    // Dropped before its volume.
-    disks: ServedDisks,
-    _volume: MediumFs,
 }

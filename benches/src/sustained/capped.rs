@@ -53,10 +53,7 @@ pub fn missing() -> Option<String> {
             "Not measured: the capped volume needs /dev/fuse and /dev/loop-control".to_owned(),
         );
     }
-    let (program, package) = programs::missing(&NEEDS)?;
-    Some(format!(
-        "Not measured: {program} is missing: install the package {package}"
-    ))
+    programs::missing(&NEEDS).map(programs::not_measured)
 }
 
 impl Volume {

@@ -122,8 +122,8 @@ impl Guest {
         self.last.push_back(line.to_owned());
     }
 
-    /// Takes the input of the guest's console, which only user-mode Linux reads. Only the first
-    /// call returns it. Dropping it hangs the console up.
+    /// Takes the input of the guest's console. Only the first call returns it. Dropping it hangs
+    /// the console of user-mode Linux up.
     pub fn input(&mut self) -> Option<ChildStdin> {
         self.input.take()
     }

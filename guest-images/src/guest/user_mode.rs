@@ -16,8 +16,9 @@ use crate::process::run;
 use crate::reporter::Reporter;
 use crate::scratch::ScratchDir;
 
-/// Where Debian's package keeps the modules, below a directory named by the kernel's version.
+/// Where Debian's package has the modules, in a directory named by the kernel's version.
 const MODULES: &str = "usr/lib/uml/modules";
+/// Where it has the program.
 const PROGRAM: &str = "usr/bin/linux.uml";
 /// The module for disks over vhost-user.
 const DISK_MODULE: &str = "virtio_blk";
@@ -59,7 +60,7 @@ impl NewestUserMode {
     /// A download or another step fails.
     pub fn unpack(directory: &Path, cache: &Cache, reporter: &Reporter) -> Result<Self> {
         const NEEDS: [(&str, &str); 2] = [("dpkg-deb", "dpkg"), ("patchelf", "patchelf")];
-        let download = |cache: &Cache, scratch: &ScratchDir, reporter: &Reporter| {
+        let download = |scratch: &ScratchDir| {
             let release = OtherRelease::unstable(cache.root());
             let wanted = ["user-mode-linux", "libc6"];
             let packages = release.resolve(&wanted, scratch.path(), reporter)?;
@@ -179,7 +180,10 @@ impl UserMode {
         // process is a shell.
         let mut group = Command::new("unshare");
         group.args(["--pid", "--fork", "--kill-child"]);
-        let program = self.root().join(PROGRAM);
+        let program = match &self.newest {
+            Some(newest) => newest.root.join(PROGRAM),
+            None => "linux.uml".into(),
+        };
         let mut command = match run(Command::new("unshare").args(["--pid", "--fork", "true"])) {
             Ok(_) => {
                 group.args(["sh", "-c", "\"$0\" \"$@\"; exit $?"]);
@@ -249,8 +253,8 @@ impl UserMode {
             let mut command = Command::new("modprobe");
             command.args(["--show-depends", "-S", &version, "-d"]);
             let output = run(command.arg(place).arg(module))?;
-            // modprobe prints `insmod PATH` for each module, in order, and `builtin NAME` for one in
-            // the kernel.
+            // modprobe prints `insmod PATH` for each module, in order, and `builtin NAME` for one
+            // in the kernel.
             for line in String::from_utf8_lossy(&output.stdout).lines() {
                 let Some(path) = line.strip_prefix("insmod ") else {
                     continue;

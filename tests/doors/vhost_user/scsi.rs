@@ -3,7 +3,7 @@
 
 use walvisor_guest_images::guest::END;
 use walvisor_guest_images::{Guest, NewerKernel};
-use walvisor_tests::{base64, compile, have, newer_images, serve, succeed};
+use walvisor_tests::{have, newer_images, serve, succeed, with_program};
 
 /// The guest's script: it prints what the kernel says of each LUN, copies bytes, and waits until
 /// LUN 1 has grown.
@@ -80,11 +80,8 @@ fn atomic_writes_reach_volumes_and_files() {
         let socket = format!("socket,id=s,path={}", dir.join("s").display());
         let device = "vhost-user-scsi-pci,chardev=s";
         let qemu = ["-chardev", &socket, "-device", device].map(str::to_owned);
-        let script = format!(
-            "base64 -d >/bin/atomic <<'END'\n{}END\nchmod +x /bin/atomic\n{}",
-            base64(&compile(dir, "atomic")),
-            include_str!("../../scripts/atomic-volumes.sh")
-        );
+        let script = include_str!("../../scripts/atomic-volumes.sh");
+        let script = with_program(dir, "atomic", script);
         let mut guest = Guest::qemu(dir, &newer_images(kernel), &qemu, &script).unwrap();
         let version = guest.wait_for("guest: Linux ").unwrap();
         let version = &version["guest: ".len()..];

@@ -24,6 +24,8 @@ pub const BLOCK_STATUS: u16 = 7;
 pub const PAYLOAD_LEN: u16 = 1 << 5;
 /// Of the transmission flags: the server supports FLUSH, so it has a write cache.
 pub const SEND_FLUSH: u16 = 1 << 2;
+/// Of the transmission flags: a write with FUA is durable when it is answered.
+pub const SEND_FUA: u16 = 1 << 3;
 
 const GREETING: &[u8; 16] = b"NBDMAGICIHAVEOPT";
 /// Fixed newstyle, no zeroes.
@@ -159,6 +161,8 @@ fn take<const N: usize>(stream: &mut impl Read) -> io::Result<[u8; N]> {
 pub struct SimpleClient {
     /// The connection. A read that takes longer than [`PATIENCE`] fails.
     pub stream: UnixStream,
+    /// The transmission flags.
+    pub flags: u16,
 }
 
 impl SimpleClient {
@@ -171,9 +175,10 @@ impl SimpleClient {
         stream.set_read_timeout(Some(PATIENCE))?;
         greet(&mut stream)?;
         stream.write_all(&option(EXPORT_NAME, export.as_bytes()))?;
-        // The export's size and flags.
-        take::<10>(&mut stream)?;
-        Ok(Self { stream })
+        // The export's size, and the flags.
+        let [.., high, low] = take::<10>(&mut stream)?;
+        let flags = u16::from_be_bytes([high, low]);
+        Ok(Self { stream, flags })
     }
 
     /// Carries out a command. `data` holds the data of a WRITE and receives the data of a READ, and
