@@ -40,8 +40,10 @@ fn root_image(dir: &Path) {
     for name in ["bin", "dev", "proc", "root", "run", "sbin", "sys"] {
         fs::create_dir_all(dir.join("root").join(name)).unwrap();
     }
-    let busybox = client(dir, "sh", &["-c", "command -v busybox"]);
-    fs::copy(busybox.trim(), dir.join("root/bin/busybox")).unwrap();
+    // Debian has a busybox that needs libraries, too: they are copied with it.
+    let script = "busybox=$(command -v busybox) && cp \"$busybox\" root/bin/busybox && \
+        { ldd \"$busybox\" | grep -o '/[^ ]*' | xargs -r cp -L --parents -t root; }";
+    client(dir, "sh", &["-c", script]);
     symlink("busybox", dir.join("root/bin/sh")).unwrap();
     fs::write(dir.join("root/sbin/init"), INIT).unwrap();
     client(dir, "chmod", &["755", "root/sbin/init"]);
