@@ -88,3 +88,33 @@ fn guests_on_one_log_count_its_syncs_once() {
         number(raw, "flushes_per_commit")
     );
 }
+
+#[test]
+fn a_cluster_of_etcd_is_measured_alone_and_beside_neighbours() {
+    let needs = [
+        ("etcd", "etcd-server"),
+        ("etcdctl", "etcd-client"),
+        ("fio", "fio"),
+        ("qemu-nbd", "qemu-utils"),
+        ("nbdfuse", "libnbd-bin"),
+        ("nbdkit", "nbdkit"),
+        ("fusermount3", "fuse3"),
+        ("losetup", "mount"),
+        ("mkfs.ext4", "e2fsprogs"),
+    ];
+    let Some(report) = compare("database --only etcd", &needs) else {
+        return;
+    };
+    let rows = rows(&report, "etcd");
+    let disks = ["walvisor", "walvisor, backend=raw", "qemu-nbd, cache=none"];
+    assert_eq!(texts(rows, "disk"), disks.repeat(2));
+    for (at, row) in rows.iter().enumerate() {
+        let neighbours = if at < 3 { 0.0 } else { 3.0 };
+        assert_eq!(number(row, "neighbours"), neighbours);
+        assert!(number(row, "fsyncs") > 0.0, "{row}");
+        assert!(number(row, "p50_ms") <= number(row, "p99_ms"), "{row}");
+        // A peer does not tell.
+        let syncs = row["syncs"].is_null() || number(row, "syncs") > 0.0;
+        assert!(syncs, "{row}");
+    }
+}

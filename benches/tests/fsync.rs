@@ -19,6 +19,7 @@ fn cuts_lose_nothing_flushed_with_a_log_and_all_without_syncs() {
     let log = row("walvisor serve nbd");
     assert!(number(log, "per_flush_alone") >= 1.0, "{log}");
     assert!(number(log, "per_flush_together") > 0.0, "{log}");
+    assert!(number(log, "per_fua_after_flush") >= 1.0, "{log}");
     assert_eq!(number(log, "lost_by_kill"), 0.0, "{log}");
     assert_eq!(number(log, "lost_by_cut"), 0.0, "{log}");
     assert_eq!(number(log, "torn"), 0.0, "{log}");

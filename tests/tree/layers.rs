@@ -108,7 +108,7 @@ const WALVISOR: &[&[&str]] = &[
 const BENCHES: &[&[&str]] = &[
     &["blocks", "programs", "report", "session", "tiny_guest"],
     &["console", "daemon", "load", "bench_dirs"],
-    &["guests", "output"],
+    &["guests", "output", "volume"],
     &["bench"],
     &["exits", "serve"],
     &["linux", "store"],

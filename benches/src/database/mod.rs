@@ -1,13 +1,15 @@
 //! `walvisor-bench database`: MariaDB, PostgreSQL and SQLite, which wait for the disk at each
-//! commit, on a raw image and on the write-ahead log, with and without writing each page twice; and
-//! several guests on one log.
+//! commit, on a raw image and on the write-ahead log, with and without writing each page twice;
+//! several guests on one log; and etcd, beside noisy neighbours.
 //!
 //! ```text
 //!   mod.rs: sides in turns ─▶ site.rs ─▶ serve vhost-user: raw-0.img, wal-0.img, ...
 //!                              │ jobs, one by one                ▲ /dev/vda, vdb, vdc
 //!                              └──▶ guests, user-mode Linux: scripts/database.sh: servers, load
+//!                            etcd.rs: no guest; serve nbd, for each turn and medium
 //! ```
 
+mod etcd;
 mod site;
 
 use std::time::Duration;
@@ -19,6 +21,8 @@ use walvisor::commands::CommandError;
 use crate::bench::{Bench, Matrix, measure_together, sections, settings};
 use crate::output::Output;
 use crate::session::Session;
+use crate::volume;
+use etcd::EtcdMedium;
 use site::DatabaseSite;
 
 const MATRICES: &str = include_str!("../../matrices/database.toml");
@@ -55,13 +59,40 @@ pub fn run(arguments: &DatabaseArguments) -> Result<(), CommandError> {
     let mut bench = Bench::new(MATRICES, output, &arguments.only, &given);
     let session = bench.start()?;
     // One guest has all servers, and its parts take turns. Several guests have one server each.
-    let several = bench
-        .matrices
-        .partition_point(|matrix| matrix.spec.name != "guests");
-    let (one, several) = bench.matrices.split_at_mut(several);
-    let run = measure(one, 1, output, &session);
-    let run = run.and_then(|()| measure(several, arguments.guests.into(), output, &session));
+    let guests = |matrix: &Matrix| match matrix.spec.name.as_str() {
+        "etcd" => 0,
+        "guests" => arguments.guests.into(),
+        _ => 1,
+    };
+    let matrices = &mut bench.matrices;
+    let mut parts = matrices.chunk_by_mut(|one, next| guests(one) == guests(next));
+    let run = parts.try_for_each(|parts| match guests(&parts[0]) {
+        0 => {
+            let mut media = parts.iter_mut();
+            media.try_for_each(|medium| measure_etcd(medium, output, &session))
+        }
+        guests => measure(parts, guests, output, &session),
+    });
     bench.finish(session, run)
+}
+
+/// Measures etcd on a medium.
+fn measure_etcd(
+    matrix: &mut Matrix,
+    output: &Output,
+    session: &Session,
+) -> Result<(), CommandError> {
+    let medium = matrix.sides().next().map(|side| side.text("medium"));
+    let capped = medium == Some("capped");
+    if let Some(missing) = volume::missing() {
+        matrix.notes.push(missing);
+        return Ok(());
+    }
+    let make = || EtcdMedium::new(&output.dir, capped);
+    let Some(medium) = session.step("making disks for etcd", START, make)? else {
+        return Ok(());
+    };
+    matrix.measure(session, |side| medium.measure(side))
 }
 
 /// Measures parts in turns, in the same guests.
@@ -71,9 +102,6 @@ fn measure(
     output: &Output,
     session: &Session,
 ) -> Result<(), CommandError> {
-    if parts.is_empty() {
-        return Ok(());
-    }
     let names: Vec<&str> = parts.iter().map(|part| part.spec.name.as_str()).collect();
     let what = format!("starting servers in user-mode Linux, guests: {guests}");
     let start = || DatabaseSite::start(&output.dir, guests, &names);

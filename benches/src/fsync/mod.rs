@@ -271,14 +271,22 @@ impl Way<'_> {
         let before = syncs();
         (0..commits).try_for_each(|number| client.commit(number, number))?;
         let alone = syncs() - before;
-        let fua = if client.0.flags & SEND_FUA == 0 {
-            None
-        } else {
+        // Syncs of writes with FUA, one after the other, and each right after a FLUSH.
+        let (mut fua, mut fua_after_flush) = (None, None);
+        if client.0.flags & SEND_FUA != 0 {
             let before = syncs();
             let mut numbers = 0..commits;
             numbers.try_for_each(|number| client.write_block(number, number, true))?;
-            Some((syncs() - before) as f64 / commits as f64)
-        };
+            fua = Some((syncs() - before) as f64 / commits as f64);
+            let mut after_flush = 0;
+            for number in 0..commits {
+                client.commit(number, number)?;
+                let before = syncs();
+                client.write_block(number, number, true)?;
+                after_flush += syncs() - before;
+            }
+            fua_after_flush = Some(after_flush as f64 / commits as f64);
+        }
         let clients = (0..DISKS * CLIENTS).map(|number| served.connect(number % DISKS));
         let mut clients = clients.collect::<Result<Vec<_>, _>>()?;
         clients
@@ -305,6 +313,7 @@ impl Way<'_> {
             "per_flush_alone": alone as f64 / commits as f64,
             "per_flush_together": together as f64 / (commits * (DISKS * CLIENTS) as u64) as f64,
             "per_fua": fua,
+            "per_fua_after_flush": fua_after_flush,
         }))
     }
 

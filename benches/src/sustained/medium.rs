@@ -7,8 +7,8 @@ use std::path::{Path, PathBuf};
 use walvisor::commands::CommandError;
 use walvisor_storage::StoreOptions;
 
-use super::capped::Volume;
 use crate::bench_dirs::{BenchDirs, LOGGED, failed, make_disks};
+use crate::volume::{self, Volume};
 
 /// Bytes and operations that reached a device.
 #[derive(Clone, Copy, Debug, Default)]
@@ -62,7 +62,10 @@ impl MountedMedium {
         // The peers' images, those of walvisor, its logs, and what the file system takes.
         let logs = 1 + u64::from(kept);
         let needed = (bytes + logs * (bytes + log)) / 10 * 11 + (128 << 20);
-        let volume = capped.then(|| Volume::make(place.images(), needed));
+        let volume = capped.then(|| {
+            volume::own_mounts()?;
+            Volume::capped(place.images(), needed)
+        });
         let volume = volume.transpose()?;
         Ok(Self {
             volume,

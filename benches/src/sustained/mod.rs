@@ -4,13 +4,12 @@
 //!
 //! ```text
 //!   mod.rs: media, jobs, rounds ─▶ turn.rs ─▶ walvisor serve nbd │ qemu-nbd │ walvisor serve nbd, backend=raw
-//!                                    │                      ▲ images on   │ medium.rs: --dir │ capped.rs
+//!                                    │                      ▲ images on   │ medium.rs: --dir │ volume.rs
 //!                                    └──▶ clients over NBD ─┘
 //! ```
 //! The sides take turns. Each turn starts its daemons and ends them, so no side leaves work to
 //! another.
 
-mod capped;
 mod medium;
 mod turn;
 
@@ -26,6 +25,7 @@ use crate::bench::{Bench, Matrix, Row, Side, TakeTurns, Turn, rows, sections, se
 use crate::output::Output;
 use crate::programs::require;
 use crate::session::Session;
+use crate::volume;
 use medium::MountedMedium;
 
 const MATRICES: &str = include_str!("../../matrices/sustained.toml");
@@ -107,7 +107,7 @@ pub fn run(arguments: &SustainedArguments) -> Result<(), CommandError> {
     let mut run = Ok(());
     for matrix in &mut bench.matrices {
         let missing = (matrix.spec.name == "capped")
-            .then(capped::missing)
+            .then(volume::missing)
             .flatten();
         if let Some(missing) = missing {
             matrix.notes.push(missing);

@@ -1,8 +1,9 @@
-//! A volume that is limited by operations, like small cloud volumes: 1 ms each, only a few at a
-//! time.
+//! File systems on what an NBD server serves. One of them is a volume that is limited by
+//! operations, like small cloud volumes: 1 ms each, only a few at a time.
 //!
 //! ```text
-//!   file ◀── nbdkit -t 3, delay filter ◀── nbdfuse ◀── loop device, direct I/O ◀── ext4
+//!   file ◀── nbdkit -t 3, delay filter ◀─┬─ nbdfuse ◀── loop device, direct I/O ◀── ext4
+//!   another server with a Unix socket ◀──┘
 //! ```
 //! The mounts are in a namespace of this thread and its children: whatever ends this process, the
 //! kernel unmounts them and frees the loop device.
@@ -41,45 +42,59 @@ pub struct Volume {
     device: String,
 }
 
-/// Why a volume cannot be created here, as a text for the report; `None` if it can.
+/// Why a volume cannot be mounted here, as a text for the report; `None` if it can.
 pub fn missing() -> Option<String> {
     if !geteuid().is_root() {
-        return Some(
-            "Not measured: the capped volume is mounted, which only root may do".to_owned(),
-        );
+        return Some("Not measured: volumes are mounted, which only root may do".to_owned());
     }
     if !Path::new("/dev/fuse").exists() || !Path::new("/dev/loop-control").exists() {
-        return Some(
-            "Not measured: the capped volume needs /dev/fuse and /dev/loop-control".to_owned(),
-        );
+        return Some("Not measured: volumes need /dev/fuse and /dev/loop-control".to_owned());
     }
     programs::missing(&NEEDS).map(programs::not_measured)
 }
 
+/// Gives this thread and its children mounts of their own.
+///
+/// # Errors
+/// If only root may do that.
+pub fn own_mounts() -> Result<(), CommandError> {
+    // SAFETY: only the mounts are unshared, no file descriptors, so all that this process has open
+    // stays valid.
+    unsafe { unshare_unsafe(UnshareFlags::NEWNS) }.map_err(CommandError::failed)?;
+    run("mount", &["--make-rprivate", "/"]).map(drop)
+}
+
 impl Volume {
-    /// Creates a volume of `bytes` bytes in the directory `place`.
+    /// Creates a volume that is limited by operations, of `bytes` bytes, in the directory `place`.
     ///
     /// # Errors
     /// If a program fails.
-    pub fn make(place: &Path, bytes: u64) -> Result<Self, CommandError> {
-        let place = place.canonicalize().map_err(failed("find", place))?;
-        // SAFETY: only the mounts are unshared, no file descriptors, so all that this process has
-        // open stays valid.
-        unsafe { unshare_unsafe(UnshareFlags::NEWNS) }.map_err(CommandError::failed)?;
-        run("mount", &["--make-rprivate", "/"])?;
+    pub fn capped(place: &Path, bytes: u64) -> Result<Self, CommandError> {
         let file = place.join("volume");
         std::fs::File::create_new(&file)
             .and_then(|file| file.set_len(bytes))
             .map_err(failed("make", &file))?;
+        Self::mount(
+            place,
+            "[ nbdkit --exit-with-parent --foreground --threads=3 --filter=delay file volume \
+             wdelay=1ms rdelay=1ms ]",
+        )
+    }
+
+    /// Mounts a new file system in the directory `place`, on an NBD server: its URI, or a command
+    /// in brackets. [`own_mounts`] must have been called.
+    ///
+    /// # Errors
+    /// If a program fails.
+    pub fn mount(place: &Path, server: &str) -> Result<Self, CommandError> {
+        let place = place.canonicalize().map_err(failed("find", place))?;
         for directory in ["fuse", "disks"] {
             let directory = place.join(directory);
             std::fs::create_dir(&directory).map_err(failed("make", &directory))?;
         }
+        let words = server.split_whitespace();
         let mut server = Command::new("nbdfuse");
-        server.arg("fuse/volume").args(["[", "nbdkit"]);
-        server.args(["--exit-with-parent", "--foreground", "--threads=3"]);
-        server.args(["--filter=delay", "file", "volume"]);
-        server.args(["wdelay=1ms", "rdelay=1ms", "]"]);
+        server.arg("fuse/volume").args(words);
         // In a process group of its own it does not get the terminal's Ctrl-C, so it outlives the
         // disks on it.
         leash(&mut server).process_group(0).current_dir(&place);
