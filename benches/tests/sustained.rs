@@ -7,9 +7,9 @@ use std::path::Path;
 use std::process::{Command, Output, Stdio};
 use std::time::{Duration, Instant};
 
-use rustix::process::{Pid, Signal, geteuid, kill_process};
+use rustix::process::{Pid, Signal, kill_process};
 use serde_json::Value;
-use support::{bench, number, texts};
+use support::{bench, can_mount_volumes, number, texts};
 use walvisor_testkit::leash;
 use walvisor_tests::have;
 
@@ -111,16 +111,6 @@ fn check(section: &Value, jobs: &[&str], counts_operations: bool) {
     }
 }
 
-/// Whether the capped volume can be made.
-fn can_be_capped() -> bool {
-    let devices = ["/dev/fuse", "/dev/loop-control"];
-    if !geteuid().is_root() || !devices.iter().all(|device| Path::new(device).exists()) {
-        println!("skipped: the capped volume: needs root and {devices:?}");
-        return false;
-    }
-    have("nbdkit", "nbdkit") && have("nbdfuse", "libnbd-bin")
-}
-
 #[test]
 fn all_sides_do_the_same_jobs_in_a_directory() {
     if !have("qemu-nbd", "qemu-utils") {
@@ -158,7 +148,7 @@ fn all_sides_do_the_same_jobs_in_a_directory() {
 
 #[test]
 fn the_capped_volume_counts_operations_and_is_gone_at_the_end() {
-    if !have("qemu-nbd", "qemu-utils") || !can_be_capped() {
+    if !have("qemu-nbd", "qemu-utils") || !can_mount_volumes() {
         return;
     }
     let dir = tempfile::tempdir().unwrap();
@@ -196,7 +186,7 @@ fn what_was_measured_before_an_interrupt_is_kept() {
     if !have("qemu-nbd", "qemu-utils") {
         return;
     }
-    let media = if can_be_capped() {
+    let media = if can_mount_volumes() {
         "capped"
     } else {
         "directory"

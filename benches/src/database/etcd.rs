@@ -9,7 +9,8 @@
 //! Not in a guest: user-mode Linux has one emulated processor, on which this cluster makes 14 of
 //! the 150 commits a second that it is asked for, whatever the disk.
 
-use std::io::{self, Read, Write};
+use std::cell::RefCell;
+use std::io;
 use std::net::{TcpListener, TcpStream};
 use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
@@ -22,23 +23,26 @@ use tempfile::TempDir;
 use walvisor::commands::CommandError;
 use walvisor_guest_images::leash;
 use walvisor_storage::StoreOptions;
+use walvisor_testkit::http;
 
 use crate::bench::{Side, Turn};
 use crate::bench_dirs::{BenchDirs, LOGGED, directory, make_disks};
 use crate::daemon::Daemon;
-use crate::programs::require;
 use crate::serve::serve;
 use crate::volume::{self, Volume};
 
 /// Programs with their packages, beside those of a volume.
-const NEEDS: [(&str, &str); 3] = [
+pub const NEEDS: [(&str, &str); 4] = [
     ("etcd", "etcd-server"),
     ("etcdctl", "etcd-client"),
     ("fio", "fio"),
+    ("qemu-nbd", "qemu-utils"),
 ];
 const MEMBERS: usize = 3;
 const NEIGHBOURS: usize = 3;
 const DISK_BYTES: u64 = 256 << 20;
+/// The status of timeout(1) for a program that it has ended.
+const TIMED_OUT: i32 = 124;
 /// Even on the slowest machine a cluster of new members has a leader after this.
 const START_LIMIT: Duration = Duration::from_secs(60);
 
@@ -53,9 +57,8 @@ impl EtcdMedium {
     /// Creates disks in `dir`, on a volume there if it is to be `capped`.
     ///
     /// # Errors
-    /// If a program is missing, or a disk or the volume cannot be made.
+    /// If a disk or the volume cannot be made.
     pub fn new(dir: &Path, capped: bool) -> Result<Self, CommandError> {
-        require(&NEEDS)?;
         let place = BenchDirs::new(dir)?;
         volume::own_mounts()?;
         let (disks, options) = (MEMBERS + NEIGHBOURS, StoreOptions::default());
@@ -87,6 +90,8 @@ impl EtcdMedium {
         for socket in &sockets {
             disks.push(Disk::mount(socket)?);
         }
+        // What mkfs and earlier turns have left in a log is not paid for in this one.
+        daemons.iter().try_for_each(Daemon::checkpoint)?;
         let (members, neighbours) = disks.split_at(MEMBERS);
         let cluster = Cluster::start(members)?;
         let noise = neighbours.iter().map(Disk::write_at_random);
@@ -94,9 +99,15 @@ impl EtcdMedium {
         let (before, syncs) = (cluster.metrics()?, host_syncs(&daemons)?);
         let check = cluster.check(Duration::from_secs(side.number("seconds")))?;
         let (after, synced) = (cluster.metrics()?, host_syncs(&daemons)?);
+        cluster
+            .members
+            .iter()
+            .chain(&noise)
+            .try_for_each(Running::check)?;
         drop((noise, cluster));
         drop(disks);
-        // The disks are thrown away, so the daemons need not copy anything to them.
+        // A log holds nothing of disks that the next turn does not use.
+        daemons.iter().try_for_each(Daemon::checkpoint)?;
         daemons.into_iter().for_each(Daemon::kill);
         let fsyncs = after.fsyncs.since(&before.fsyncs);
         let quantile = |share: f64| fsyncs.quantile(share).map(|seconds| seconds * 1e3);
@@ -126,7 +137,7 @@ fn host_syncs(daemons: &[Daemon]) -> Result<Option<u64>, CommandError> {
 }
 
 /// A process that is killed when this is dropped.
-struct Running(Child);
+struct Running(RefCell<Child>, String);
 
 impl Running {
     fn start(command: &mut Command) -> Result<Self, CommandError> {
@@ -137,16 +148,30 @@ impl Running {
             .stderr(Stdio::null())
             .process_group(0)
             .spawn();
-        let failed = |error| CommandError::Failed(format!("{name} does not start: {error}"));
-        child.map(Self).map_err(failed)
+        match child {
+            Ok(child) => Ok(Self(RefCell::new(child), name)),
+            Err(error) => Err(CommandError::Failed(format!(
+                "{name} does not start: {error}"
+            ))),
+        }
+    }
+
+    /// Fails if it has ended.
+    fn check(&self) -> Result<(), CommandError> {
+        let ended = self.0.borrow_mut().try_wait();
+        match ended.map_err(CommandError::failed)? {
+            None => Ok(()),
+            Some(status) => Err(CommandError::Failed(format!("{} ended: {status}", self.1))),
+        }
     }
 }
 
 impl Drop for Running {
     fn drop(&mut self) {
         // Fails if it has ended.
-        let _ = self.0.kill();
-        let _ = self.0.wait();
+        let child = self.0.get_mut();
+        let _ = child.kill();
+        let _ = child.wait();
     }
 }
 
@@ -191,7 +216,7 @@ impl Disk {
 struct Cluster {
     /// The ports for clients.
     clients: Vec<u16>,
-    _members: Vec<Running>,
+    members: Vec<Running>,
 }
 
 impl Cluster {
@@ -216,7 +241,7 @@ impl Cluster {
             Running::start(&mut etcd)
         });
         let cluster = Self {
-            _members: members.collect::<Result<_, _>>()?,
+            members: members.collect::<Result<_, _>>()?,
             clients: clients.to_vec(),
         };
         let began = Instant::now();
@@ -224,6 +249,7 @@ impl Cluster {
             .metrics()
             .is_ok_and(|metrics| metrics.leaders == disks.len())
         {
+            cluster.members.iter().try_for_each(Running::check)?;
             if began.elapsed() > START_LIMIT {
                 return Err(CommandError::Failed("etcd elects no leader".to_owned()));
             }
@@ -242,9 +268,18 @@ impl Cluster {
             .arg(endpoints.join(","))
             .args(["check", "perf", "--load", "s"])
             .env("ETCDCTL_API", "3");
-        // Its status is that of a disk that is too slow, too, which is a result.
         let output = leash(&mut etcdctl).output().map_err(CommandError::failed)?;
-        Ok(CheckResult::parse(&String::from_utf8_lossy(&output.stdout)))
+        let result = CheckResult::parse(&String::from_utf8_lossy(&output.stdout));
+        // Its status is that of a disk that is too slow, too, which is a result.
+        if result.puts_per_s.is_none() && output.status.code() != Some(TIMED_OUT) {
+            let said = String::from_utf8_lossy(&output.stderr);
+            return Err(CommandError::Failed(format!(
+                "etcdctl check perf: {}: {}",
+                output.status,
+                said.trim()
+            )));
+        }
+        Ok(result)
     }
 
     fn metrics(&self) -> Result<Metrics, CommandError> {
@@ -268,12 +303,9 @@ fn free_ports(count: usize) -> io::Result<Vec<u16>> {
 }
 
 fn get_metrics(port: u16) -> io::Result<String> {
-    let mut stream = TcpStream::connect(("127.0.0.1", port))?;
+    let stream = TcpStream::connect(("127.0.0.1", port))?;
     stream.set_read_timeout(Some(START_LIMIT))?;
-    stream.write_all(b"GET /metrics HTTP/1.0\r\n\r\n")?;
-    let mut page = String::new();
-    stream.read_to_string(&mut page)?;
-    Ok(page)
+    http::get(stream, "/metrics")
 }
 
 /// What the check says at its end: nothing if it was cut short.

@@ -20,6 +20,7 @@ use walvisor::commands::CommandError;
 
 use crate::bench::{Bench, Matrix, measure_together, sections, settings};
 use crate::output::Output;
+use crate::programs;
 use crate::session::Session;
 use crate::volume;
 use etcd::EtcdMedium;
@@ -84,7 +85,8 @@ fn measure_etcd(
 ) -> Result<(), CommandError> {
     let medium = matrix.sides().next().map(|side| side.text("medium"));
     let capped = medium == Some("capped");
-    if let Some(missing) = volume::missing() {
+    let missing = programs::missing(&etcd::NEEDS).map(programs::not_measured);
+    if let Some(missing) = missing.or_else(volume::missing) {
         matrix.notes.push(missing);
         return Ok(());
     }

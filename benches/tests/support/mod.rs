@@ -5,9 +5,10 @@ use std::ffi::OsString;
 use std::path::Path;
 use std::process::{Command, Output};
 
+use rustix::process::geteuid;
 use serde_json::Value;
 use walvisor_guest_images::program;
-use walvisor_tests::{binary, have_all};
+use walvisor_tests::{binary, have, have_all};
 
 /// `walvisor-bench` with these arguments, in `dir`.
 pub fn bench(dir: &Path, arguments: &[&str]) -> Command {
@@ -87,4 +88,14 @@ pub fn compare(arguments: &str, needs: &[(&str, &str)]) -> Option<Value> {
     // The errors show how often an emulated machine crashed, if it did.
     println!("{}", String::from_utf8_lossy(&output.stderr));
     Some(report(&output))
+}
+
+/// Whether file systems can be mounted on what an NBD server serves. Prints why if they can't.
+pub fn can_mount_volumes() -> bool {
+    let devices = ["/dev/fuse", "/dev/loop-control"];
+    if !geteuid().is_root() || !devices.iter().all(|device| Path::new(device).exists()) {
+        println!("skipped: mounting a volume needs root and {devices:?}");
+        return false;
+    }
+    have("nbdkit", "nbdkit") && have("nbdfuse", "libnbd-bin")
 }
