@@ -3,7 +3,7 @@
 //! ```text
 //!   main ─▶ cli ─▶ commit    group commit on a disk's log: the experiments of its sources
 //!                  notify    one disk through every path: what a notification and a flush cost
-//!                  database  MariaDB, PostgreSQL, SQLite, etcd: they wait for the disk at each commit
+//!                  database  MariaDB, PostgreSQL, SQLite and etcd, whose commits wait for the disk
 //!                  peers     the disk compared with those of others: the same client and file system
 //!                  neighbours a disk's commits beside clients that take all they can get
 //!                  fsync     what each way to have a disk does with a FLUSH

@@ -60,7 +60,7 @@ wait_line net 'guest: both networks work' 180 || { spoken net; exit 1; }
 kill "$(pidof passt)"
 wait_guest net 180
 status=$?
-# A boot more than the one and the reset: it crashed, as emulated guests do at times, and `--on-reboot` started it again.
+# More boots than the first and the one after the reset: the guest crashed, as emulated ones do at times, and was restarted.
 if [ "$(grep -c 'guest: ready' "$RESULTS/net.log")" -gt 2 ]; then
     echo 'job: guest net crashed and was started again'
     exit 75

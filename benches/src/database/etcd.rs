@@ -9,7 +9,6 @@
 //! Not in a guest: user-mode Linux has one emulated processor, on which this cluster makes 14 of
 //! the 150 commits a second that it is asked for, whatever the disk.
 
-use std::cell::RefCell;
 use std::io;
 use std::net::{TcpListener, TcpStream};
 use std::os::unix::process::CommandExt;
@@ -93,17 +92,14 @@ impl EtcdMedium {
         // What mkfs and earlier turns have left in a log is not paid for in this one.
         daemons.iter().try_for_each(Daemon::checkpoint)?;
         let (members, neighbours) = disks.split_at(MEMBERS);
-        let cluster = Cluster::start(members)?;
+        let mut cluster = Cluster::start(members)?;
         let noise = neighbours.iter().map(Disk::write_at_random);
-        let noise = noise.collect::<Result<Vec<_>, _>>()?;
+        let mut noise = noise.collect::<Result<Vec<_>, _>>()?;
         let (before, syncs) = (cluster.metrics()?, host_syncs(&daemons)?);
         let check = cluster.check(Duration::from_secs(side.number("seconds")))?;
         let (after, synced) = (cluster.metrics()?, host_syncs(&daemons)?);
-        cluster
-            .members
-            .iter()
-            .chain(&noise)
-            .try_for_each(Running::check)?;
+        let mut programs = cluster.members.iter_mut().chain(&mut noise);
+        programs.try_for_each(Program::check)?;
         drop((noise, cluster));
         drop(disks);
         // A log holds nothing of disks that the next turn does not use.
@@ -136,10 +132,13 @@ fn host_syncs(daemons: &[Daemon]) -> Result<Option<u64>, CommandError> {
     Ok(Some(of_log.unwrap_or_else(|| flushes.sum())))
 }
 
-/// A process that is killed when this is dropped.
-struct Running(RefCell<Child>, String);
+/// A program in a process that is killed when this is dropped.
+struct Program {
+    name: String,
+    child: Child,
+}
 
-impl Running {
+impl Program {
     fn start(command: &mut Command) -> Result<Self, CommandError> {
         let name = command.get_program().display().to_string();
         let child = leash(command)
@@ -148,30 +147,28 @@ impl Running {
             .stderr(Stdio::null())
             .process_group(0)
             .spawn();
-        match child {
-            Ok(child) => Ok(Self(RefCell::new(child), name)),
-            Err(error) => Err(CommandError::Failed(format!(
-                "{name} does not start: {error}"
-            ))),
-        }
+        let child = child
+            .map_err(|error| CommandError::Failed(format!("{name} does not start: {error}")))?;
+        Ok(Self { name, child })
     }
 
     /// Fails if it has ended.
-    fn check(&self) -> Result<(), CommandError> {
-        let ended = self.0.borrow_mut().try_wait();
-        match ended.map_err(CommandError::failed)? {
-            None => Ok(()),
-            Some(status) => Err(CommandError::Failed(format!("{} ended: {status}", self.1))),
-        }
+    fn check(&mut self) -> Result<(), CommandError> {
+        let ended = self.child.try_wait().map_err(CommandError::failed)?;
+        ended.map_or(Ok(()), |status| {
+            Err(CommandError::Failed(format!(
+                "{} ended: {status}",
+                self.name
+            )))
+        })
     }
 }
 
-impl Drop for Running {
+impl Drop for Program {
     fn drop(&mut self) {
         // Fails if it has ended.
-        let child = self.0.get_mut();
-        let _ = child.kill();
-        let _ = child.wait();
+        let _ = self.child.kill();
+        let _ = self.child.wait();
     }
 }
 
@@ -193,7 +190,7 @@ impl Disk {
         })
     }
 
-    fn write_at_random(&self) -> Result<Running, CommandError> {
+    fn write_at_random(&self) -> Result<Program, CommandError> {
         let mut fio = Command::new("fio");
         fio.args(["--name=noise", "--filename=noise", "--size=96M"])
             .args([
@@ -207,8 +204,10 @@ impl Disk {
                 "--fdatasync=8",
                 "--time_based",
                 "--runtime=1h",
+                // A process of its own for the job would outlive the turn.
+                "--thread",
             ]);
-        Running::start(fio.current_dir(self.volume.disks()))
+        Program::start(fio.current_dir(self.volume.disks()))
     }
 }
 
@@ -216,7 +215,7 @@ impl Disk {
 struct Cluster {
     /// The ports for clients.
     clients: Vec<u16>,
-    members: Vec<Running>,
+    members: Vec<Program>,
 }
 
 impl Cluster {
@@ -238,9 +237,9 @@ impl Cluster {
                 .args(["--initial-advertise-peer-urls", &peer])
                 .args(["--initial-cluster", &all])
                 .current_dir(disk.volume.disks());
-            Running::start(&mut etcd)
+            Program::start(&mut etcd)
         });
-        let cluster = Self {
+        let mut cluster = Self {
             members: members.collect::<Result<_, _>>()?,
             clients: clients.to_vec(),
         };
@@ -249,7 +248,7 @@ impl Cluster {
             .metrics()
             .is_ok_and(|metrics| metrics.leaders == disks.len())
         {
-            cluster.members.iter().try_for_each(Running::check)?;
+            cluster.members.iter_mut().try_for_each(Program::check)?;
             if began.elapsed() > START_LIMIT {
                 return Err(CommandError::Failed("etcd elects no leader".to_owned()));
             }

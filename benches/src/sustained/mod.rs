@@ -3,9 +3,9 @@
 //! given directory and on a volume that is limited by operations.
 //!
 //! ```text
-//!   mod.rs: media, jobs, rounds ─▶ turn.rs ─▶ walvisor serve nbd │ qemu-nbd │ walvisor serve nbd, backend=raw
-//!                                    │                      ▲ images on   │ medium.rs: --dir │ volume.rs
-//!                                    └──▶ clients over NBD ─┘
+//!   mod.rs: media, jobs ─▶ turn.rs ─▶ walvisor serve nbd, with a log │ backend=raw │ qemu-nbd
+//!                            │                      ▲ images on medium.rs: --dir │ volume.rs
+//!                            └──▶ clients over NBD ─┘
 //! ```
 //! The sides take turns. Each turn starts its daemons and ends them, so no side leaves work to
 //! another.
