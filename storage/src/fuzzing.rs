@@ -12,7 +12,6 @@ use std::io;
 use std::mem::offset_of;
 use std::os::fd::RawFd;
 use std::path::{Path, PathBuf};
-use std::time::Duration;
 
 use crate::catalog::control::read_control;
 use crate::catalog::options::DiskOptions;
@@ -30,6 +29,7 @@ use crate::medium::directory::Medium;
 use crate::medium::file::{CachedFile, DataFile, Engine, ReadFile, Segment};
 use crate::medium::filesystem::{FileSystem, OpenMode, PathKind};
 use crate::medium::mark::{ImageMark, Inode};
+use crate::medium::segment::ZeroingPace;
 use crate::recovery::contents::VerifyScope;
 use crate::recovery::replay::{read_for_recovery, read_log, recover};
 use crate::sync::atomic::{AtomicU64, Ordering};
@@ -269,7 +269,7 @@ impl Medium for Files {
         &self,
         _slot: u32,
         _size: u64,
-        _between: &mut dyn FnMut(Duration),
+        _pace: &mut ZeroingPace<'_>,
     ) -> Result<Segment> {
         unreachable!("recovery makes no segments")
     }

@@ -6,14 +6,15 @@ use crate::checkpoint::pace::ActivityMeter;
 use crate::error::Result;
 use crate::log::state::Log;
 use crate::medium::file::Segment;
-use crate::medium::segment::LONG_STEP;
+use crate::medium::segment::{StepSize, ZeroingStep};
 use crate::mutant::{Mutant, planted};
 use crate::sync;
 
 /// While the log grows and nothing is being copied, the keeper pauses after each step of making a
 /// segment: this many times as long as the step took, at most `LONGEST_PAUSE`. Without pauses,
 /// making a segment would delay the log's syncs. A copy delays them more anyway, and has to wait
-/// for the segment.
+/// for the segment. Steps are long only while somebody waits for the segment: with long ones, the
+/// slowest syncs of a new log took five times as long.
 const PAUSE_FACTOR: u32 = 2;
 const LONGEST_PAUSE: Duration = Duration::from_millis(10);
 
@@ -39,29 +40,36 @@ impl Log {
         let mut log_activity = ActivityMeter::of_log(began);
         // Fast writers get half of what is ready at once, and the rest in step with the file.
         // Otherwise they would use it up, then stall until the file is done.
-        let mut steps = 0;
-        let mut progress = move || {
-            steps += 1;
-            let share = (steps * LONG_STEP).min(size) as f64 / size as f64;
+        let mut zeroed = 0;
+        let mut progress = move |bytes: u64| {
+            zeroed += bytes;
+            // One long step ahead.
+            let ahead = zeroed + StepSize::Long.bytes() as u64;
+            let share = ahead.min(size) as f64 / size as f64;
             (ready > 0).then_some(began + (ready as f64 * (1.0 + share) / 2.0) as u64)
         };
-        state.ring.make_progress(progress());
+        state.ring.make_progress(progress(0));
         drop(state);
-        let mut give_way = |took: Duration| {
+        let mut give_way = |ZeroingStep { bytes, took }: ZeroingStep| {
             let mut state = self.lock();
             let needed = state.ring.has_none_free();
-            let pressing = state.is_pressing() || needed || copies || state.ring.outruns_files();
+            let pressing = state.is_pressing() || needed || state.ring.outruns_files();
             let disturbing = log_activity.is_active(state.ring.end());
-            let waited = state.ring.make_progress(progress());
+            let waited = state.ring.make_progress(progress(bytes));
             drop(state);
             if waited {
                 self.wake_ports();
             }
-            if disturbing && !pressing {
+            if disturbing && !pressing && !copies {
                 sync::sleep((took * PAUSE_FACTOR).min(LONGEST_PAUSE));
             }
             if !needed {
                 meanwhile();
+            }
+            if pressing {
+                StepSize::Long
+            } else {
+                StepSize::Short
             }
         };
         let made = self.medium.create_segment(slot, size, &mut give_way);

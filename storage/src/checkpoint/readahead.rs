@@ -90,6 +90,7 @@ mod tests {
 
     use super::*;
     use crate::medium::cost::MediumCost;
+    use crate::medium::segment::unpaced;
     use crate::{Buffer, DiskOptions, Operation, Store, StoreOptions, create_disk};
 
     const STEP: u64 = MediumCost::USUAL.largest;
@@ -107,7 +108,7 @@ mod tests {
         create_disk(&disk, 1 << 20, &log, &options).unwrap();
         let store = Store::open(&log, &[DiskOptions::new(&disk)], &options).unwrap();
         let log = &store.disks()[0].log;
-        let segment = Arc::new(log.medium.create_segment(9, 1 << 20, &mut |_| {}).unwrap());
+        let segment = Arc::new(log.medium.create_segment(9, 1 << 20, &mut unpaced).unwrap());
         let pieces = |count: u64| {
             let segment = segment.clone();
             (0..count).map(move |at| Piece {

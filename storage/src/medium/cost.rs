@@ -166,7 +166,8 @@ mod tests {
             crate::medium::engine::EngineKind::Blocking,
         );
         use crate::medium::directory::Medium;
-        let segment = medium.create_segment(1, READS * LARGE, &mut |_| {});
+        use crate::medium::segment::unpaced;
+        let segment = medium.create_segment(1, READS * LARGE, &mut unpaced);
         let segment = Arc::new(segment.unwrap());
         let cost = medium.cost(&segment, READS * LARGE);
         assert!(cost.operation <= MOST && cost.rate > 0);

@@ -4,7 +4,6 @@ use std::io;
 use std::num::NonZeroUsize;
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
-use std::time::Duration;
 
 use crate::error::{Error, ErrorKind, Result};
 use crate::medium::cost::{self, MediumCost};
@@ -13,6 +12,7 @@ use crate::medium::file::{Appender, DirectAppender, Engine, Segment};
 use crate::medium::filesystem::{FileSystem, files, is_simulated, shared_files};
 use crate::medium::host;
 use crate::medium::lock::Access;
+use crate::medium::segment::ZeroingPace;
 use crate::parallel;
 use crate::sync::{Arc, Event};
 
@@ -21,13 +21,8 @@ use crate::sync::{Arc, Event};
 pub(crate) trait Medium: Send + Sync {
     /// Creates segment file number `slot`: a blank header, then zeroes, all written and synced, so
     /// that later syncs touch no file-system metadata. A crash leaves either nothing or the whole
-    /// file. `between` is called between steps with the time the previous one took.
-    fn create_segment(
-        &self,
-        slot: u32,
-        size: u64,
-        between: &mut dyn FnMut(Duration),
-    ) -> Result<Segment>;
+    /// file. `pace` is called after each step.
+    fn create_segment(&self, slot: u32, size: u64, pace: &mut ZeroingPace<'_>) -> Result<Segment>;
 
     /// Fails if the log's directory is no longer where it was opened: a new file would not be
     /// beside the others.
@@ -84,14 +79,9 @@ pub(crate) struct Directory {
 }
 
 impl Medium for Directory {
-    fn create_segment(
-        &self,
-        slot: u32,
-        size: u64,
-        between: &mut dyn FnMut(Duration),
-    ) -> Result<Segment> {
+    fn create_segment(&self, slot: u32, size: u64, pace: &mut ZeroingPace<'_>) -> Result<Segment> {
         self.check_place()?;
-        let made = Segment::create(&*files(), &self.path, slot, size, between)?;
+        let made = Segment::create(&*files(), &self.path, slot, size, pace)?;
         self.check_place()?;
         Ok(made)
     }
@@ -190,7 +180,7 @@ fn no_segment_is_made_in_another_directory_of_the_same_name() {
     let (log, moved) = (dir.path().join("log"), dir.path().join("moved"));
     std::fs::create_dir(&log).unwrap();
     let medium = directory(&log, EngineKind::Blocking);
-    let create = |slot| medium.create_segment(slot, 1 << 20, &mut |_| {});
+    let create = |slot| medium.create_segment(slot, 1 << 20, &mut crate::medium::segment::unpaced);
     assert!(create(0).is_ok());
     std::fs::rename(&log, &moved).unwrap();
     std::fs::create_dir(&log).unwrap();

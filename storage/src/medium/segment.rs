@@ -27,7 +27,7 @@ impl Segment {
         dir: &Path,
         slot: u32,
         size: u64,
-        between: &mut dyn FnMut(Duration),
+        pace: &mut ZeroingPace<'_>,
     ) -> Result<Self> {
         let path = Self::path(dir, slot);
         let unfinished = path.with_extension("new");
@@ -37,7 +37,7 @@ impl Segment {
             // Write the zeroes past the page cache, in steps: write-back of a whole segment at once
             // would block the log's syncs.
             let direct = files.open(&unfinished, OpenMode::Direct)?;
-            write_zeroes(direct.as_ref(), 0, size, between)?;
+            write_zeroes(direct.as_ref(), 0, size, pace)?;
             direct.write_all_at(&SegmentHeader::blank(), 0)?;
             file.sync_all()?;
             files.rename(&unfinished, &path)
@@ -123,26 +123,56 @@ impl Segment {
     }
 }
 
-/// Bytes of zeroes written at a time while a segment is made. With smaller steps, writers would
-/// wait longer for the segment on a medium with slow operations.
-pub(crate) const LONG_STEP: u64 = 4 << 20;
+/// Called after each step of zeroing a new segment; returns the size of the next step. It may
+/// sleep.
+pub(crate) type ZeroingPace<'a> = dyn FnMut(ZeroingStep) -> StepSize + 'a;
 
-/// Zero-fills `len` bytes at `offset` chunk by chunk, so that the blocks are allocated and need no
-/// later conversion. `between` is called with the time that each [`LONG_STEP`] took.
+/// A step that has ended.
+pub(crate) struct ZeroingStep {
+    pub bytes: u64,
+    pub took: Duration,
+}
+
+/// How much of a new segment is zeroed at a time.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum StepSize {
+    /// 256 KiB: a sync that comes meanwhile waits no longer than behind a write of a copy.
+    Short,
+    /// 4 MiB: done sooner where operations are slow, but a sync waits for all of it.
+    Long,
+}
+
+impl StepSize {
+    pub(crate) const fn bytes(self) -> usize {
+        match self {
+            Self::Short => 256 << 10,
+            Self::Long => 4 << 20,
+        }
+    }
+}
+
+/// The pace where nobody waits for the segment, and other logs may be on the medium.
+pub(crate) fn unpaced(_: ZeroingStep) -> StepSize {
+    StepSize::Short
+}
+
+/// Zero-fills `len` bytes at `offset` step by step, so that the blocks are allocated and need no
+/// later conversion. The first step is short.
 fn write_zeroes(
     file: &dyn DataFile,
     offset: u64,
     len: u64,
-    between: &mut dyn FnMut(Duration),
+    pace: &mut ZeroingPace<'_>,
 ) -> io::Result<()> {
-    let zeroes = Buffer::zeroed(len.min(LONG_STEP) as usize);
-    let mut done = 0;
+    let zeroes = Buffer::zeroed(StepSize::Long.bytes().min(len as usize));
+    let (mut done, mut size) = (0, StepSize::Short);
     while done < len {
-        let part = (len - done).min(zeroes.len() as u64);
+        let bytes = (len - done).min(size.bytes() as u64);
         let began = sync::now();
-        file.write_all_at(&zeroes[..part as usize], offset + done)?;
-        done += part;
-        between(sync::now() - began);
+        file.write_all_at(&zeroes[..bytes as usize], offset + done)?;
+        done += bytes;
+        let took = sync::now() - began;
+        size = pace(ZeroingStep { bytes, took });
     }
     Ok(())
 }
@@ -248,7 +278,7 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         let medium = directory(dir.path(), EngineKind::Auto);
         for slot in [0, 1] {
-            medium.create_segment(slot, 1 << 20, &mut |_| {}).unwrap();
+            medium.create_segment(slot, 1 << 20, &mut unpaced).unwrap();
         }
         let (name, second) = (Segment::path(dir.path(), 1), Segment::path(dir.path(), 7));
         std::fs::hard_link(&name, &second).unwrap();
@@ -268,7 +298,7 @@ mod tests {
         const LEN: usize = 8192;
         let dir = tempfile::tempdir().unwrap();
         let medium = directory(dir.path(), EngineKind::Auto);
-        let segment = medium.create_segment(0, 1 << 20, &mut |_| {}).unwrap();
+        let segment = medium.create_segment(0, 1 << 20, &mut unpaced).unwrap();
         let segment = Arc::new(segment);
         let write = |value: u8, len: usize| {
             let bytes = Buffer::from(&vec![value; len][..]);
@@ -300,17 +330,24 @@ mod tests {
     /// However long the range, others can use the medium between steps.
     #[test]
     fn zeroes_are_written_step_by_step() {
+        const SHORT: u64 = StepSize::Short.bytes() as u64;
+        const LONG: u64 = StepSize::Long.bytes() as u64;
         let file = tempfile::tempfile().unwrap();
-        FileExt::write_all_at(&file, &[7; 3 * LONG_STEP as usize], 0).unwrap();
-        let mut steps = 0;
-        write_zeroes(&file, 512, 2 * LONG_STEP + 512, &mut |_| steps += 1).unwrap();
-        assert_eq!(steps, 3);
-        let mut bytes = vec![1; 3 * LONG_STEP as usize];
+        FileExt::write_all_at(&file, &[7; 2 * LONG as usize], 0).unwrap();
+        let mut steps = Vec::new();
+        let len = LONG + 3 * SHORT + 512;
+        write_zeroes(&file, 512, len, &mut |step| {
+            steps.push(step.bytes);
+            match steps.len() {
+                2 => StepSize::Long,
+                _ => StepSize::Short,
+            }
+        })
+        .unwrap();
+        assert_eq!(steps, [SHORT, SHORT, LONG, SHORT, 512]);
+        let mut bytes = vec![1; 2 * LONG as usize];
         FileExt::read_exact_at(&file, &mut bytes, 0).unwrap();
         let zeroes = bytes.iter().filter(|&&byte| byte == 0).count() as u64;
-        assert_eq!(
-            (zeroes, bytes[511], bytes[512]),
-            (2 * LONG_STEP + 512, 7, 0)
-        );
+        assert_eq!((zeroes, bytes[511], bytes[512]), (len, 7, 0));
     }
 }

@@ -2,7 +2,6 @@
 
 use std::io;
 use std::path::Path;
-use std::time::Duration;
 
 use super::files::SimulatedMedium;
 use super::medium::{EngineTiming, LOG};
@@ -16,6 +15,7 @@ use crate::medium::file::{
 };
 use crate::medium::filesystem::FileSystem;
 use crate::medium::lock::Access;
+use crate::medium::segment::ZeroingPace;
 use crate::mutant::{Mutant, planted};
 use crate::sync::{Arc, Event, thread};
 
@@ -277,15 +277,10 @@ impl Engine for SimulatedEngine {
 }
 
 impl Medium for SimulatedMedium {
-    fn create_segment(
-        &self,
-        slot: u32,
-        size: u64,
-        between: &mut dyn FnMut(Duration),
-    ) -> Result<Segment> {
+    fn create_segment(&self, slot: u32, size: u64, pace: &mut ZeroingPace<'_>) -> Result<Segment> {
         let panics = self.lock().create_panics;
         assert!(!panics, "planted");
-        Segment::create(self, Path::new(LOG), slot, size, between)
+        Segment::create(self, Path::new(LOG), slot, size, pace)
     }
 
     fn check_place(&self) -> Result<()> {
