@@ -13,10 +13,41 @@ use crate::sync;
 /// While the log grows and nothing is being copied, the keeper pauses after each step of making a
 /// segment: this many times as long as the step took, at most `LONGEST_PAUSE`. Without pauses,
 /// making a segment would delay the log's syncs. A copy delays them more anyway, and has to wait
-/// for the segment. Steps are long only while somebody waits for the segment: with long ones, the
-/// slowest syncs of a new log took five times as long.
+/// for the segment. Steps are long only where the file is late: with long ones, the slowest syncs
+/// of a new log took five times as long.
 const PAUSE_FACTOR: u32 = 2;
 const LONGEST_PAUSE: Duration = Duration::from_millis(10);
+/// The share of what is ready that the log may use before the file has to keep up with it.
+const FREE_SHARE: f64 = 0.125;
+
+/// How much of a segment file is made, beside how far the log has grown meanwhile.
+struct FileProgress {
+    /// Bytes of the file, and those of them that are zeroed.
+    size: u64,
+    zeroed: u64,
+    /// The log's end when the file was begun, and how many bytes it could grow then without it.
+    began: u64,
+    ready: u64,
+}
+
+impl FileProgress {
+    /// How far the log may grow for now; `None`: nothing was ready. Fast writers get half of what
+    /// is ready at once, and the rest in step with the file, a long step ahead. Otherwise they
+    /// would use it up, then stall until the file is done.
+    fn allowed_end(&self) -> Option<u64> {
+        let ahead = self.zeroed + StepSize::Long.bytes() as u64;
+        let share = ahead.min(self.size) as f64 / self.size as f64;
+        (self.ready > 0).then_some(self.began + (self.ready as f64 * (1.0 + share) / 2.0) as u64)
+    }
+
+    /// Whether the log, which ends at `end`, grows so fast that its writers may have to wait for
+    /// the file.
+    fn is_late(&self, end: u64) -> bool {
+        let used = (end - self.began) as f64 / self.ready as f64;
+        let share = self.zeroed as f64 / self.size as f64;
+        used > share / 2.0 + FREE_SHARE
+    }
+}
 
 impl Log {
     /// Makes the next segment file if too few are ready. `copies`: a copy is running. `meanwhile`
@@ -32,30 +63,23 @@ impl Log {
         let Some(slot) = state.ring.next_file() else {
             return Ok(());
         };
-        let (size, began, ready) = (
-            self.segment_size,
-            state.ring.end(),
-            state.ring.ready_bytes(),
-        );
-        let mut log_activity = ActivityMeter::of_log(began);
-        // Fast writers get half of what is ready at once, and the rest in step with the file.
-        // Otherwise they would use it up, then stall until the file is done.
-        let mut zeroed = 0;
-        let mut progress = move |bytes: u64| {
-            zeroed += bytes;
-            // One long step ahead.
-            let ahead = zeroed + StepSize::Long.bytes() as u64;
-            let share = ahead.min(size) as f64 / size as f64;
-            (ready > 0).then_some(began + (ready as f64 * (1.0 + share) / 2.0) as u64)
+        let mut progress = FileProgress {
+            size: self.segment_size,
+            zeroed: 0,
+            began: state.ring.end(),
+            ready: state.ring.ready_bytes(),
         };
-        state.ring.make_progress(progress(0));
+        let mut log_activity = ActivityMeter::of_log(progress.began);
+        state.ring.make_progress(progress.allowed_end());
         drop(state);
         let mut give_way = |ZeroingStep { bytes, took }: ZeroingStep| {
+            progress.zeroed += bytes;
             let mut state = self.lock();
-            let needed = state.ring.has_none_free();
-            let pressing = state.is_pressing() || needed || state.ring.outruns_files();
-            let disturbing = log_activity.is_active(state.ring.end());
-            let waited = state.ring.make_progress(progress(bytes));
+            let (end, needed) = (state.ring.end(), state.ring.has_none_free());
+            let late = progress.is_late(end) || state.ring.outruns_files();
+            let pressing = state.is_pressing() || needed || late;
+            let disturbing = log_activity.is_active(end);
+            let waited = state.ring.make_progress(progress.allowed_end());
             drop(state);
             if waited {
                 self.wake_ports();
@@ -72,7 +96,9 @@ impl Log {
                 StepSize::Short
             }
         };
-        let made = self.medium.create_segment(slot, size, &mut give_way);
+        let made = self
+            .medium
+            .create_segment(slot, self.segment_size, &mut give_way);
         if let Ok(segment) = &made {
             self.prepare_cache(segment);
         }
@@ -117,6 +143,30 @@ impl Log {
     pub(crate) fn wake_for_segments(&self) {
         if !planted(Mutant::SegmentFreedSilently) {
             self.wake_ports();
+        }
+    }
+}
+
+#[cfg(test)]
+#[cfg(not(feature = "shuttle"))]
+mod tests {
+    use super::*;
+
+    /// A file is late before its writers have to wait, whatever part of it is made.
+    #[test]
+    fn a_file_is_late_before_writers_wait_for_it() {
+        const SIZE: u64 = 64 << 20;
+        for zeroed in (0..=SIZE).step_by(SIZE as usize / 8) {
+            let progress = FileProgress {
+                size: SIZE,
+                zeroed,
+                began: 5 << 20,
+                ready: 3 * SIZE,
+            };
+            let allowed = progress.allowed_end().unwrap();
+            assert!(!progress.is_late(progress.began), "a quiet log");
+            assert!(!progress.is_late(progress.began + 3 * zeroed / 2));
+            assert!(progress.is_late(allowed - (32 << 20)), "{zeroed}");
         }
     }
 }
