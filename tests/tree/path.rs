@@ -7,6 +7,7 @@ use std::process::Command;
 
 use walvisor_testkit::Daemon;
 use walvisor_testkit::vhost_user_client::VhostUserClient;
+use walvisor_testkit::wait_until;
 use walvisor_tests::{binary, have, succeed};
 
 /// Requests of each kind. A file with fewer instructions is not passed by every request.
@@ -132,8 +133,10 @@ fn the_page_names_every_file_that_a_write_or_a_flush_passes() {
             client.finish(0, 1);
         }
     };
-    // The first requests start what later ones find.
+    // The first requests start what later ones find: the third of three segments is made last.
     requests();
+    let segment = dir.join("disk.img.wal/segment-00002");
+    wait_until("the log's segments", || segment.exists());
     control(daemon.pid(), "--zero");
     requests();
     control(daemon.pid(), "--dump");
