@@ -133,7 +133,8 @@ fn the_page_names_every_file_that_a_write_or_a_flush_passes() {
             client.finish(0, 1);
         }
     };
-    // The first requests start what later ones find: the third of three segments is made last.
+    // The first requests start what later ones find. Then the log has its segments made, which no
+    // request does: three of them.
     requests();
     let segment = dir.join("disk.img.wal/segment-00002");
     wait_until("the log's segments", || segment.exists());

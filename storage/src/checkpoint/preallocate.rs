@@ -13,12 +13,12 @@ use crate::sync;
 /// While the log grows and nothing is being copied, the keeper pauses after each step of making a
 /// segment: this many times as long as the step took, at most `LONGEST_PAUSE`. Without pauses,
 /// making a segment would delay the log's syncs. A copy delays them more anyway, and has to wait
-/// for the segment. Steps are long only where the file is late: with long ones, the slowest syncs
-/// of a new log took five times as long.
+/// for the segment. Steps are long only if writers may have to wait for the segment: with long
+/// steps, the slowest syncs of a new log took three to four times as long.
 const PAUSE_FACTOR: u32 = 2;
 const LONGEST_PAUSE: Duration = Duration::from_millis(10);
 /// The share of what is ready that the log may use before the file has to keep up with it.
-const FREE_SHARE: f64 = 0.125;
+const HEAD_START: f64 = 0.125;
 
 /// How much of a segment file is made, beside how far the log has grown meanwhile.
 struct FileProgress {
@@ -35,7 +35,7 @@ impl FileProgress {
     /// is ready at once, and the rest in step with the file, a long step ahead. Otherwise they
     /// would use it up, then stall until the file is done.
     fn allowed_end(&self) -> Option<u64> {
-        let ahead = self.zeroed + StepSize::Long.bytes() as u64;
+        let ahead = self.zeroed + StepSize::Long.bytes();
         let share = ahead.min(self.size) as f64 / self.size as f64;
         (self.ready > 0).then_some(self.began + (self.ready as f64 * (1.0 + share) / 2.0) as u64)
     }
@@ -45,7 +45,7 @@ impl FileProgress {
     fn is_late(&self, end: u64) -> bool {
         let used = (end - self.began) as f64 / self.ready as f64;
         let share = self.zeroed as f64 / self.size as f64;
-        used > share / 2.0 + FREE_SHARE
+        used > share / 2.0 + HEAD_START
     }
 }
 

@@ -90,7 +90,7 @@ mod tests {
 
     use super::*;
     use crate::medium::cost::MediumCost;
-    use crate::medium::segment::unpaced;
+    use crate::medium::segment::take_short_steps;
     use crate::{Buffer, DiskOptions, Operation, Store, StoreOptions, create_disk};
 
     const STEP: u64 = MediumCost::USUAL.largest;
@@ -108,7 +108,11 @@ mod tests {
         create_disk(&disk, 1 << 20, &log, &options).unwrap();
         let store = Store::open(&log, &[DiskOptions::new(&disk)], &options).unwrap();
         let log = &store.disks()[0].log;
-        let segment = Arc::new(log.medium.create_segment(9, 1 << 20, &mut unpaced).unwrap());
+        let segment = Arc::new(
+            log.medium
+                .create_segment(9, 1 << 20, &mut take_short_steps)
+                .unwrap(),
+        );
         let pieces = |count: u64| {
             let segment = segment.clone();
             (0..count).map(move |at| Piece {

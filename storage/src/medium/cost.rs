@@ -166,8 +166,8 @@ mod tests {
             crate::medium::engine::EngineKind::Blocking,
         );
         use crate::medium::directory::Medium;
-        use crate::medium::segment::unpaced;
-        let segment = medium.create_segment(1, READS * LARGE, &mut unpaced);
+        use crate::medium::segment::take_short_steps;
+        let segment = medium.create_segment(1, READS * LARGE, &mut take_short_steps);
         let segment = Arc::new(segment.unwrap());
         let cost = medium.cost(&segment, READS * LARGE);
         assert!(cost.operation <= MOST && cost.rate > 0);

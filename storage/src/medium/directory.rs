@@ -176,11 +176,13 @@ pub(crate) fn directory_to_read(log_dir: &Path, threads: Option<NonZeroUsize>) -
 #[test]
 #[cfg(not(feature = "shuttle"))]
 fn no_segment_is_made_in_another_directory_of_the_same_name() {
+    use crate::medium::segment::take_short_steps;
+
     let dir = tempfile::tempdir().unwrap();
     let (log, moved) = (dir.path().join("log"), dir.path().join("moved"));
     std::fs::create_dir(&log).unwrap();
     let medium = directory(&log, EngineKind::Blocking);
-    let create = |slot| medium.create_segment(slot, 1 << 20, &mut crate::medium::segment::unpaced);
+    let create = |slot| medium.create_segment(slot, 1 << 20, &mut take_short_steps);
     assert!(create(0).is_ok());
     std::fs::rename(&log, &moved).unwrap();
     std::fs::create_dir(&log).unwrap();

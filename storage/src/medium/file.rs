@@ -708,7 +708,7 @@ mod tests {
     use super::*;
     use crate::medium::directory::{Medium, directory};
     use crate::medium::engine::EngineKind;
-    use crate::medium::segment::unpaced;
+    use crate::medium::segment::take_short_steps;
 
     /// An append of `len` bytes of this value to the start of the segment.
     fn append(segment: &Arc<Segment>, value: u8, len: usize, sync: SyncScope) -> Io {
@@ -736,7 +736,11 @@ mod tests {
     fn only_a_batch_without_a_sync_goes_to_the_page_cache() {
         let dir = tempfile::tempdir().unwrap();
         let medium = directory(dir.path(), EngineKind::Auto);
-        let segment = Arc::new(medium.create_segment(0, 1 << 20, &mut unpaced).unwrap());
+        let segment = Arc::new(
+            medium
+                .create_segment(0, 1 << 20, &mut take_short_steps)
+                .unwrap(),
+        );
         let all = vec![segment.clone()];
         let scopes = [
             SyncScope::None,
@@ -767,7 +771,11 @@ mod tests {
     fn the_page_cache_is_that_of_the_file_that_was_opened() {
         let dir = tempfile::tempdir().unwrap();
         let medium = directory(dir.path(), EngineKind::Auto);
-        let segment = Arc::new(medium.create_segment(0, 1 << 20, &mut unpaced).unwrap());
+        let segment = Arc::new(
+            medium
+                .create_segment(0, 1 << 20, &mut take_short_steps)
+                .unwrap(),
+        );
         let moved = dir.path().join("moved");
         std::fs::rename(&segment.path, &moved).unwrap();
         std::fs::copy(&moved, &segment.path).unwrap();

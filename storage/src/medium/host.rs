@@ -185,7 +185,7 @@ fn overwrite_data(file: &File, offset: u64, len: u64) -> io::Result<()> {
 }
 
 /// Bytes that background work moves at a time; a sync of the log waits for at most one such step.
-const STEP: u64 = 256 << 10;
+pub(crate) const STEP: u64 = 256 << 10;
 /// Random bytes from the system, for salts and identities.
 pub(crate) fn random<const N: usize>() -> [u8; N] {
     let mut bytes = [0; N];

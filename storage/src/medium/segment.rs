@@ -12,6 +12,7 @@ use crate::error::{Error, ErrorKind, Result};
 use crate::format::SegmentHeader;
 use crate::medium::file::{DataFile, Segment};
 use crate::medium::filesystem::{FileSystem, OpenMode};
+use crate::medium::host;
 use crate::medium::lock::{self, Access, Holder};
 use crate::sync::{self, Arc};
 
@@ -136,23 +137,23 @@ pub(crate) struct ZeroingStep {
 /// How much of a new segment is zeroed at a time.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum StepSize {
-    /// 256 KiB: a sync that comes meanwhile waits no longer than behind a write of a copy.
+    /// As much as other background work moves at a time.
     Short,
     /// 4 MiB: done sooner where operations are slow, but a sync waits for all of it.
     Long,
 }
 
 impl StepSize {
-    pub(crate) const fn bytes(self) -> usize {
+    pub(crate) const fn bytes(self) -> u64 {
         match self {
-            Self::Short => 256 << 10,
+            Self::Short => host::STEP,
             Self::Long => 4 << 20,
         }
     }
 }
 
 /// The pace where nobody waits for the segment, and other logs may be on the medium.
-pub(crate) fn unpaced(_: ZeroingStep) -> StepSize {
+pub(crate) fn take_short_steps(_: ZeroingStep) -> StepSize {
     StepSize::Short
 }
 
@@ -164,10 +165,10 @@ fn write_zeroes(
     len: u64,
     pace: &mut ZeroingPace<'_>,
 ) -> io::Result<()> {
-    let zeroes = Buffer::zeroed(StepSize::Long.bytes().min(len as usize));
+    let zeroes = Buffer::zeroed(StepSize::Long.bytes().min(len) as usize);
     let (mut done, mut size) = (0, StepSize::Short);
     while done < len {
-        let bytes = (len - done).min(size.bytes() as u64);
+        let bytes = (len - done).min(size.bytes());
         let began = sync::now();
         file.write_all_at(&zeroes[..bytes as usize], offset + done)?;
         done += bytes;
@@ -278,7 +279,9 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         let medium = directory(dir.path(), EngineKind::Auto);
         for slot in [0, 1] {
-            medium.create_segment(slot, 1 << 20, &mut unpaced).unwrap();
+            medium
+                .create_segment(slot, 1 << 20, &mut take_short_steps)
+                .unwrap();
         }
         let (name, second) = (Segment::path(dir.path(), 1), Segment::path(dir.path(), 7));
         std::fs::hard_link(&name, &second).unwrap();
@@ -298,7 +301,9 @@ mod tests {
         const LEN: usize = 8192;
         let dir = tempfile::tempdir().unwrap();
         let medium = directory(dir.path(), EngineKind::Auto);
-        let segment = medium.create_segment(0, 1 << 20, &mut unpaced).unwrap();
+        let segment = medium
+            .create_segment(0, 1 << 20, &mut take_short_steps)
+            .unwrap();
         let segment = Arc::new(segment);
         let write = |value: u8, len: usize| {
             let bytes = Buffer::from(&vec![value; len][..]);
@@ -330,8 +335,8 @@ mod tests {
     /// However long the range, others can use the medium between steps.
     #[test]
     fn zeroes_are_written_step_by_step() {
-        const SHORT: u64 = StepSize::Short.bytes() as u64;
-        const LONG: u64 = StepSize::Long.bytes() as u64;
+        const SHORT: u64 = StepSize::Short.bytes();
+        const LONG: u64 = StepSize::Long.bytes();
         let file = tempfile::tempfile().unwrap();
         FileExt::write_all_at(&file, &[7; 2 * LONG as usize], 0).unwrap();
         let mut steps = Vec::new();

@@ -24,7 +24,7 @@ use crate::medium::file::DataFile;
 use crate::medium::filesystem::parent;
 use crate::medium::lock::Access;
 use crate::medium::mark::ImageMark;
-use crate::medium::segment::unpaced;
+use crate::medium::segment::take_short_steps;
 use crate::offline::attach::discard_command;
 use crate::offline::log_size::advise_log_size;
 use crate::offline::part_file::{PartFile, exists};
@@ -212,7 +212,9 @@ fn newest(control: &mut ControlFile) -> Result<u64> {
 pub(crate) fn first_segment(control: &ControlFile, log_dir: &Path) -> Result<()> {
     let size = control.control.header.segment_size.get();
     let medium = directory(log_dir, EngineKind::Blocking);
-    medium.create_segment(0, size, &mut unpaced).map(drop)
+    medium
+        .create_segment(0, size, &mut take_short_steps)
+        .map(drop)
 }
 
 /// The error that says what is at the new disk's path.

@@ -355,7 +355,7 @@ fn a_copy_yields_to_a_segment_that_writers_need() {
     assert_eq!(steps_beside(2), 0, "none is ready");
 }
 
-/// With 4 MiB at a time, the slowest FLUSHes of a new log took five times as long.
+/// With 4 MiB at a time, the slowest FLUSHes of a new log took three to four times as long.
 #[test]
 fn a_flush_waits_for_a_quarter_mib_of_a_new_segment_at_most() {
     let shape = Shape {

@@ -72,7 +72,7 @@ mod tests {
     use crate::Buffer;
     use crate::medium::directory::Medium;
     use crate::medium::file::{Chunk, DataFile, Io, IoCompletion, ReadSource, SyncScope};
-    use crate::medium::segment::unpaced;
+    use crate::medium::segment::take_short_steps;
     use crate::sync::Arc;
 
     fn finish(engine: &mut dyn Engine, event: &Event, count: usize) -> Vec<IoCompletion> {
@@ -100,7 +100,11 @@ mod tests {
             };
             let dir = tempfile::tempdir().unwrap();
             let medium = crate::medium::directory::directory(dir.path(), kind);
-            let segment = Arc::new(medium.create_segment(0, 1 << 20, &mut unpaced).unwrap());
+            let segment = Arc::new(
+                medium
+                    .create_segment(0, 1 << 20, &mut take_short_steps)
+                    .unwrap(),
+            );
             let event = Event::new().unwrap();
             let mut engine = create(kind, &event).unwrap();
             let chunk = |byte: u8, len: usize| Chunk {
