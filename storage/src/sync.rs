@@ -176,6 +176,7 @@ pub(crate) fn wait_timeout_while<'a, T>(
 #[cfg(test)]
 pub(crate) mod stepped {
     use std::cell::Cell;
+    use std::marker::PhantomData;
     use std::time::{Duration, Instant};
 
     /// How much one look at the clock takes.
@@ -185,16 +186,28 @@ pub(crate) mod stepped {
         static NOW: Cell<Option<Instant>> = const { Cell::new(None) };
     }
 
-    /// Runs `run` with such a clock. Nothing in it may wait for another thread.
-    pub(crate) fn with_clock<T>(run: impl FnOnce() -> T) -> T {
-        struct Restore(Option<Instant>);
-        impl Drop for Restore {
-            fn drop(&mut self) {
-                NOW.set(self.0);
+    /// While this lives, the thread has such a clock, and may not wait for another thread.
+    #[must_use]
+    pub(crate) struct SteppedClock {
+        outer: Option<Instant>,
+        /// The clock is the thread's.
+        _not_send: PhantomData<*const ()>,
+    }
+
+    impl SteppedClock {
+        /// Starts at the current time.
+        pub(crate) fn start() -> Self {
+            Self {
+                outer: NOW.replace(Some(Instant::now())),
+                _not_send: PhantomData,
             }
         }
-        let _restore = Restore(NOW.replace(Some(Instant::now())));
-        run()
+    }
+
+    impl Drop for SteppedClock {
+        fn drop(&mut self) {
+            NOW.set(self.outer);
+        }
     }
 
     /// The current time.

@@ -4,6 +4,7 @@ use walvisor_testkit::Random;
 
 use super::fixture::{Fixture, RunningStore, Shape, carry_out, filled};
 use super::medium::World;
+use crate::sync::stepped::SteppedClock;
 use crate::{BackendQueue, CommitWait, Operation, Retention};
 
 pub(super) const SECTORS: u64 = 192;
@@ -14,6 +15,8 @@ pub(super) struct Bench {
     pub(super) values: Vec<u32>,
     newest: u32,
     random: Random,
+    /// A copy that waits does so in no time.
+    _clock: SteppedClock,
 }
 
 impl Bench {
@@ -26,6 +29,7 @@ impl Bench {
             values: vec![0; SECTORS as usize],
             newest: 0,
             random: Random(seed),
+            _clock: SteppedClock::start(),
         }
     }
 

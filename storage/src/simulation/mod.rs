@@ -75,7 +75,7 @@ use life::SimulatedRun;
 use oracle::Violation;
 
 use crate::mutant::{Mutant, PLANTED};
-use crate::sync::stepped;
+use crate::sync::stepped::SteppedClock;
 
 /// The seeds that the environment asks for: `WALVISOR_SEED` is the first (default 1), the variable
 /// `count` is their number. With `WALVISOR_SEED` alone, one seed is replayed; without either there
@@ -149,7 +149,8 @@ fn run_all<T: Total>(
         )
     };
     on_all_cores(seeds, |seed| {
-        let run = AssertUnwindSafe(|| stepped::with_clock(|| run(seed)));
+        let _clock = SteppedClock::start();
+        let run = AssertUnwindSafe(|| run(seed));
         match std::panic::catch_unwind(run) {
             Ok(Ok(run)) => run,
             Ok(Err(broken)) => panic!("{broken}\n{}", replay(seed)),
@@ -249,6 +250,7 @@ fn damage_is_reported_or_harmless() {
     let reported = (1..=5000u64)
         .chain([100_131])
         .filter(|&seed| {
+            let _clock = SteppedClock::start();
             let outcome = History::new(seed).run_damaged();
             outcome.unwrap_or_else(|broken| panic!("seed {seed}: {broken}"))
         })
@@ -326,6 +328,7 @@ fn survivors<T>(
     for &mutant in all {
         PLANTED.set(Some(mutant));
         let killer = seeds.clone().find_map(|seed| {
+            let _clock = SteppedClock::start();
             let ran = std::panic::catch_unwind(AssertUnwindSafe(|| run(seed)));
             Some((seed, broken(ran, None)?))
         });

@@ -4,7 +4,7 @@
 use super::fixture::{Fixture, RunningStore, Shape, carry_out as end, filled};
 use super::medium::{LOG, World};
 use crate::mutant::{Mutant, PLANTED};
-use crate::sync::stepped::with_clock;
+use crate::sync::stepped::SteppedClock;
 use crate::{
     Backend, BackendQueue, CommitWait, Condition, Failure, FullLogPolicy, Operation, Port,
     Retention,
@@ -203,33 +203,32 @@ fn writes_beyond_the_limit_of_a_spill_file_fail_until_the_image_works() {
 
 #[test]
 fn writes_beyond_the_limit_of_a_spill_file_wait_with_on_full_pause() {
-    with_clock(|| {
-        let (fixture, mut running) = open_limited(FullLogPolicy::Pause);
-        let [mut sick, mut well] = [0, 1].map(|disk| running.disks[disk].open_port().unwrap());
-        break_image(&fixture, Some(0));
-        let blocks = LIMIT as u32 / 4096;
-        for number in 0..blocks {
-            durably(&mut running, &mut sick, write(number)).unwrap();
-        }
-        running.keeper.step(true).unwrap();
-        let told = running.disks[0].condition();
-        assert!(told.trouble().unwrap().pauses_writes, "{told:?}");
-        sick.submit(7, write(5));
-        sick.kick();
-        for number in 0..500 {
-            durably(&mut running, &mut well, write(number)).unwrap();
-        }
-        let mut done = Vec::new();
-        sick.completions(&mut done);
-        assert!(done.is_empty(), "it waits");
-        break_image(&fixture, None);
-        crate::sync::sleep(Duration::from_secs(2));
-        running.keeper.step(true).unwrap();
-        sick.completions(&mut done);
-        assert_eq!(done.pop().map(|done| done.result.map(drop)), Some(Ok(())));
-        end(&mut running, &mut sick, Operation::Flush).unwrap();
-        assert_eq!(running.disks[0].condition(), Condition::Ok);
-    });
+    let _clock = SteppedClock::start();
+    let (fixture, mut running) = open_limited(FullLogPolicy::Pause);
+    let [mut sick, mut well] = [0, 1].map(|disk| running.disks[disk].open_port().unwrap());
+    break_image(&fixture, Some(0));
+    let blocks = LIMIT as u32 / 4096;
+    for number in 0..blocks {
+        durably(&mut running, &mut sick, write(number)).unwrap();
+    }
+    running.keeper.step(true).unwrap();
+    let told = running.disks[0].condition();
+    assert!(told.trouble().unwrap().pauses_writes, "{told:?}");
+    sick.submit(7, write(5));
+    sick.kick();
+    for number in 0..500 {
+        durably(&mut running, &mut well, write(number)).unwrap();
+    }
+    let mut done = Vec::new();
+    sick.completions(&mut done);
+    assert!(done.is_empty(), "it waits");
+    break_image(&fixture, None);
+    crate::sync::sleep(Duration::from_secs(2));
+    running.keeper.step(true).unwrap();
+    sick.completions(&mut done);
+    assert_eq!(done.pop().map(|done| done.result.map(drop)), Some(Ok(())));
+    end(&mut running, &mut sick, Operation::Flush).unwrap();
+    assert_eq!(running.disks[0].condition(), Condition::Ok);
 }
 
 /// A map that goes to another directory would leave what the log has given up in neither.
