@@ -243,7 +243,11 @@ impl<'a> Fetcher<'a> {
                 let built = build();
                 let next = match &built {
                     Ok(report) => {
-                        self.images.iter().for_each(|image| image.map.set_ready());
+                        for image in &self.images {
+                            image.map.set_ready();
+                            // Whoever is told must not find that nobody has fetched for long.
+                            image.map.beat();
+                        }
                         ready(report);
                         &self.unasked
                     }
