@@ -27,7 +27,6 @@ fn cuts_lose_nothing_flushed_with_a_log_and_all_without_syncs() {
     assert_eq!(number(no_syncs, "per_flush_alone"), 0.0, "{no_syncs}");
     assert_eq!(number(no_syncs, "lost_by_cut"), 10.0, "{no_syncs}");
     let raw = row("walvisor, backend=raw");
-    // The file system itself syncs now and then.
     assert!(number(raw, "per_flush_alone") >= 1.0, "{raw}");
     assert_eq!(number(raw, "lost_by_cut"), 0.0, "{raw}");
     assert!(number(raw, "torn") > 0.0, "{raw}");

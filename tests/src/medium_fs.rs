@@ -18,6 +18,8 @@ pub const ALL: u64 = u64::MAX;
 #[derive(Debug)]
 pub struct MediumFs {
     mounted: bool,
+    /// For mount(8).
+    options: &'static str,
     device: Option<String>,
     medium: Option<MediumFile>,
     /// The last to be dropped.
@@ -30,17 +32,19 @@ impl MediumFs {
     /// # Errors
     /// That fails; the text says why.
     pub fn new(kind: &str) -> Result<Self, String> {
-        let (maker, package, options) = match kind {
-            "xfs" => ("mkfs.xfs", "xfsprogs", &["-q", "-K"][..]),
+        let (maker, package, options, mounting) = match kind {
+            "xfs" => ("mkfs.xfs", "xfsprogs", &["-q", "-K"][..], "defaults"),
             _ => {
                 let options = &["-q", "-t", "ext4", "-E", "nodiscard"][..];
-                ("mke2fs", "e2fsprogs", options)
+                // By itself ext4 would sync every five seconds: a slow machine would count those.
+                ("mke2fs", "e2fsprogs", options, "commit=3600")
             }
         };
         if !have(maker, package) || !have("losetup", "mount") {
             return Err("no tools for file systems".to_owned());
         }
         let mut made = Self::empty()?;
+        made.options = mounting;
         let file = made.dir.path().join("medium");
         made.medium = Some(MediumFile::mount(&file, SIZE)?);
         let file = file.display().to_string();
@@ -71,6 +75,7 @@ impl MediumFs {
         let dir = tempfile::tempdir().map_err(|error| error.to_string())?;
         let made = Self {
             mounted: false,
+            options: "defaults",
             device: None,
             medium: None,
             dir,
@@ -96,7 +101,8 @@ impl MediumFs {
 
     fn mount(&mut self) -> Result<(), String> {
         let device = self.device.as_deref().expect("it has one");
-        run("mount", &[device, &self.top().display().to_string()])?;
+        let top = self.top().display().to_string();
+        run("mount", &["-o", self.options, device, &top])?;
         self.mounted = true;
         Ok(())
     }
