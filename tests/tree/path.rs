@@ -10,8 +10,10 @@ use walvisor_testkit::vhost_user_client::VhostUserClient;
 use walvisor_testkit::wait_until;
 use walvisor_tests::{binary, have, succeed};
 
-/// Requests of each kind. A file with fewer instructions is not passed by every request.
+/// Requests of each kind.
 const REQUESTS: u64 = 100;
+/// A file with fewer instructions is not passed by every request: one may be a read of a field.
+const PASSED: u64 = 3 * REQUESTS;
 
 const DESIGN: &str = include_str!("../../docs/design.md");
 
@@ -163,7 +165,7 @@ fn the_page_names_every_file_that_a_write_or_a_flush_passes() {
     // The compiler attributes code of its own to a crate's root.
     let often = |path: &str| {
         let count = passed.get(path).filter(|_| !path.ends_with("/lib.rs"));
-        count.is_some_and(|count| *count >= REQUESTS)
+        count.is_some_and(|count| *count >= PASSED)
     };
     let unnamed = passed.keys().filter(|path| often(path) && !is_named(path));
     assert_eq!(

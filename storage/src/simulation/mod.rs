@@ -205,13 +205,13 @@ fn run(seeds: Range<u64>) {
 /// histories from that seed on.
 #[test]
 fn random_histories_keep_the_promises() {
-    run(seeds("WALVISOR_HISTORIES", 40_000));
+    run(seeds("WALVISOR_HISTORIES", 15_000));
 }
 
 /// The same with logs that always keep history, of which each state is looked at after each crash.
 #[test]
 fn random_histories_that_keep_history_keep_the_promises() {
-    let seeds = seeds("WALVISOR_HISTORIES", 10_000);
+    let seeds = seeds("WALVISOR_HISTORIES", 5_000);
     let total = run_all(&seeds, "random_histories_that_keep", |seed| {
         History::keeping(seed).run()
     });

@@ -354,7 +354,7 @@ fn explore<T: Total + Clone + 'static>(
 }
 
 fn explore_all(choice: ScheduleChoice) {
-    let seeds = super::seeds("WALVISOR_INTERLEAVINGS", 5_000);
+    let seeds = super::seeds("WALVISOR_INTERLEAVINGS", 2_000);
     let all: Totals = on_all_cores(&seeds, |seed| {
         explore(choice, seed, run).unwrap_or_else(|broken| {
             panic!(
