@@ -1,5 +1,6 @@
 # Commits on the disks $DISKS, below /dev, of a guest: each a write and an fsync. $TASK is `work` or `check`, $COMMITS
 # the number of commits, and $CONSOLE where the host says when to go on. It counts what reaches the medium meanwhile.
+# $BUSY: seconds of clients that never pause, or nothing.
 step() {
     echo "guest: $1"
     read -r _ <"$CONSOLE"
@@ -31,6 +32,14 @@ pages() {
         at=$((at + 1))
     done
 }
+# busy: four clients of each disk commit blocks behind the pages for $BUSY seconds. Prints how many.
+busy() {
+    set -- --name=global --rw=randwrite --bs=4k --offset=2M --size=1M --direct=1 --ioengine=psync --fsync=1 --numjobs=4 --thread \
+        --group_reporting --time_based --runtime="$BUSY" --output-format=terse --terse-version=3
+    for disk in $DISKS; do set -- "$@" --name="$disk" --filename="/dev/$disk"; done
+    # The 47th figure is KiB written.
+    fio "$@" | awk -F ';' '$1 == 3 { print $47 / 4 }'
+}
 for disk in $DISKS; do
     until [ -b "/dev/$disk" ]; do sleep 0.1; done
 done
@@ -46,6 +55,7 @@ if [ "$TASK" = work ]; then
     done
     wait
     step together
+    [ -z "$BUSY" ] || step "busy $(busy)"
     blocks "$first" 0 "$COMMITS" 2000
     step cut
     pages 4 28

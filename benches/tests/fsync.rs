@@ -3,6 +3,7 @@
 mod support;
 
 use support::{bench, number, report, rows, texts};
+use walvisor_tests::have_all;
 
 #[test]
 fn cuts_lose_nothing_flushed_with_a_log_and_all_without_syncs() {
@@ -30,4 +31,20 @@ fn cuts_lose_nothing_flushed_with_a_log_and_all_without_syncs() {
     assert!(number(raw, "per_flush_alone") >= 1.0, "{raw}");
     assert_eq!(number(raw, "lost_by_cut"), 0.0, "{raw}");
     assert!(number(raw, "torn") > 0.0, "{raw}");
+}
+
+#[test]
+fn clients_in_user_mode_linux_commit_without_a_pause_and_lose_nothing() {
+    if !have_all(&[("linux.uml", "user-mode-linux"), ("fio", "fio")]) {
+        return;
+    }
+    let dir = tempfile::tempdir().unwrap();
+    let only = ["fsync", "--quick", "--only", "uml-walvisor", "--json"];
+    let report = report(&bench(dir.path(), &only).output().unwrap());
+    let row = &rows(&report, "guests")[0];
+    assert!(number(row, "per_flush_alone") >= 1.0, "{row}");
+    assert!(number(row, "per_flush_busy") > 0.0, "{row}");
+    assert!(number(row, "commits_per_s") > 0.0, "{row}");
+    assert_eq!(number(row, "lost_by_cut"), 0.0, "{row}");
+    assert_eq!(number(row, "torn"), 0.0, "{row}");
 }

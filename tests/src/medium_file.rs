@@ -148,6 +148,8 @@ struct Medium {
 #[derive(Debug, Default)]
 struct History {
     syncs: u64,
+    /// How long each takes.
+    sync_time: Duration,
     recording: Option<Recording>,
 }
 
@@ -205,6 +207,14 @@ impl MediumFile {
     #[must_use]
     pub fn syncs(&self) -> u64 {
         self.medium.history.lock().unwrap().syncs
+    }
+
+    /// Lets each request to make data durable take so long from now on.
+    ///
+    /// # Panics
+    /// As [`syncs`](Self::syncs).
+    pub fn set_sync_time(&self, time: Duration) {
+        self.medium.history.lock().unwrap().sync_time = time;
     }
 
     /// Begins to record.
@@ -331,6 +341,9 @@ impl Medium {
                 if let Some(recording) = &mut history.recording {
                     recording.events.push(MediumEvent::Sync);
                 }
+                let time = history.sync_time;
+                drop(history);
+                std::thread::sleep(time);
                 Ok(Vec::new())
             }
             READ => {

@@ -5,6 +5,7 @@
 use std::io::Write;
 use std::path::Path;
 use std::process::ChildStdin;
+use std::time::Duration;
 
 use serde_json::{Value, json};
 use tempfile::TempDir;
@@ -14,8 +15,11 @@ use walvisor_guest_images::{Cache, Guest, GuestImages, Reporter, UserMode};
 use walvisor_tests::medium_fs::MediumFs;
 
 use super::{CLIENTS, DISKS, ServedDisks, Way, cuts, record};
+use crate::bench::Side;
 use crate::bench_dirs::directory;
 
+/// How long a sync of the medium takes while the clients never pause.
+const BUSY_SYNC: Duration = Duration::from_millis(1);
 const SCRIPT: &str = include_str!("../../scripts/fsync-guest.sh");
 
 /// A guest with the disks of a way.
@@ -38,9 +42,10 @@ impl RunningGuest {
         let sockets = served.iter().flat_map(|served| &served.sockets);
         let script = |console: &str| {
             format!(
-                "DISKS='{}' COMMITS={} TASK={task} CONSOLE={console}\n{}\n{SCRIPT}",
+                "DISKS='{}' COMMITS={} BUSY='{}' TASK={task} CONSOLE={console}\n{}\n{SCRIPT}",
                 side.text("disks"),
                 way.commits(),
+                busy_seconds(side).map_or_else(String::new, |seconds| seconds.to_string()),
                 side.text("setup"),
             )
         };
@@ -100,6 +105,11 @@ impl RunningGuest {
     }
 }
 
+/// For how long the guest's clients commit without a pause, in a guest that is not emulated.
+fn busy_seconds(side: &Side) -> Option<u64> {
+    (!side.text("busy").is_empty()).then(|| side.number("seconds"))
+}
+
 /// All figures of a way in a guest.
 pub fn measure(way: &Way) -> Result<Value, CommandError> {
     let (medium, commits) = (way.volume.medium(), way.commits());
@@ -112,6 +122,20 @@ pub fn measure(way: &Way) -> Result<Value, CommandError> {
     guest.go_on()?;
     guest.reach("together")?;
     let together = medium.syncs();
+    let (mut commits_per_s, mut per_flush_busy) = (None, None);
+    if let Some(seconds) = busy_seconds(way.side) {
+        medium.set_sync_time(BUSY_SYNC);
+        guest.go_on()?;
+        let busy = guest.reach("busy")?;
+        medium.set_sync_time(Duration::ZERO);
+        let count = busy
+            .rsplit(' ')
+            .next()
+            .and_then(|count| count.trim().parse::<f64>().ok());
+        let count = count.ok_or_else(|| CommandError::Failed(format!("a guest: {busy}")))?;
+        commits_per_s = Some(count / seconds as f64);
+        per_flush_busy = Some((medium.syncs() - together) as f64 / count);
+    }
     record(medium)?;
     guest.go_on()?;
     guest.reach("cut")?;
@@ -134,6 +158,8 @@ pub fn measure(way: &Way) -> Result<Value, CommandError> {
     Ok(json!({
         "per_flush_alone": (alone - ready) as f64 / commits as f64,
         "per_flush_together": (together - alone) as f64 / all as f64,
+        "per_flush_busy": per_flush_busy,
+        "commits_per_s": commits_per_s,
         "lost_by_cut": lost,
         "torn": torn,
     }))

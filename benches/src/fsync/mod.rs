@@ -57,13 +57,14 @@ pub struct FsyncArguments {
 }
 
 /// Programs of the ways, with their packages.
-const PACKAGES: [(&str, &str); 6] = [
+const PACKAGES: [(&str, &str); 7] = [
     ("qemu-nbd", "qemu-utils"),
     ("qemu-storage-daemon", "qemu-system-common"),
     ("nbdkit", "nbdkit"),
     ("qemu-system-x86_64", "qemu-system-x86"),
     ("linux.uml", "user-mode-linux"),
     ("make-bcache", "bcache-tools"),
+    ("fio", "fio"),
 ];
 
 /// Runs `walvisor-bench fsync`.
@@ -105,7 +106,7 @@ pub fn run(arguments: &FsyncArguments) -> Result<(), CommandError> {
 
 /// Whether a side needs a program.
 fn needs(side: &Side, program: &str) -> bool {
-    let words = ["command", "guest", "setup"].map(|key| side.text(key).split_whitespace());
+    let words = ["command", "guest", "setup", "busy"].map(|key| side.text(key).split_whitespace());
     words.into_iter().flatten().any(|word| word == program)
 }
 
