@@ -2,17 +2,11 @@
 
 mod support;
 
-use std::sync::{Mutex, PoisonError};
-
 use support::{bench, number, report, rows, texts};
 use walvisor_tests::have_all;
 
-/// A run syncs all file systems, also that of another run.
-static ALONE: Mutex<()> = Mutex::new(());
-
 #[test]
 fn cuts_lose_nothing_flushed_with_a_log_and_all_without_syncs() {
-    let _alone = ALONE.lock().unwrap_or_else(PoisonError::into_inner);
     let dir = tempfile::tempdir().unwrap();
     let only = "walvisor,walvisor-unsafe,walvisor-raw";
     let only = ["fsync", "--quick", "--only", only, "--json"];
@@ -31,9 +25,9 @@ fn cuts_lose_nothing_flushed_with_a_log_and_all_without_syncs() {
     assert_eq!(number(log, "lost_by_cut"), 0.0, "{log}");
     assert_eq!(number(log, "torn"), 0.0, "{log}");
     let no_syncs = row("walvisor, cache=unsafe");
-    // Any process may sync all file systems meanwhile, and save some.
+    // The log syncs files of its own when it makes them, beside the clients if the machine is slow.
     assert!(number(no_syncs, "per_flush_alone") < 1.0, "{no_syncs}");
-    assert!(number(no_syncs, "lost_by_cut") > 0.0, "{no_syncs}");
+    assert_eq!(number(no_syncs, "lost_by_cut"), 10.0, "{no_syncs}");
     let raw = row("walvisor, backend=raw");
     assert!(number(raw, "per_flush_alone") >= 1.0, "{raw}");
     assert_eq!(number(raw, "lost_by_cut"), 0.0, "{raw}");
@@ -45,7 +39,6 @@ fn clients_in_user_mode_linux_commit_without_a_pause_and_lose_nothing() {
     if !have_all(&[("linux.uml", "user-mode-linux"), ("fio", "fio")]) {
         return;
     }
-    let _alone = ALONE.lock().unwrap_or_else(PoisonError::into_inner);
     let dir = tempfile::tempdir().unwrap();
     let only = ["fsync", "--quick", "--only", "uml-walvisor", "--json"];
     let report = report(&bench(dir.path(), &only).output().unwrap());

@@ -1,5 +1,6 @@
 //! A file system on a [`MediumFile`]: ext4 or XFS, over a loop device.
 
+use std::fs::File;
 use std::io;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
@@ -105,6 +106,14 @@ impl MediumFs {
         run("mount", &["-o", self.options, device, &top])?;
         self.mounted = true;
         Ok(())
+    }
+
+    /// Makes what was written to the file system durable, and of no other file system.
+    ///
+    /// # Errors
+    /// The medium fails.
+    pub fn sync(&self) -> io::Result<()> {
+        Ok(rustix::fs::syncfs(File::open(self.top())?)?)
     }
 
     /// Unmounts the file system, so that nothing of it is in memory. What io_uring does for a

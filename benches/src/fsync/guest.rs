@@ -136,15 +136,15 @@ pub fn measure(way: &Way) -> Result<Value, CommandError> {
         commits_per_s = Some(count / seconds as f64);
         per_flush_busy = Some((medium.syncs() - together) as f64 / count);
     }
-    record(medium)?;
+    record(&way.volume)?;
     guest.go_on()?;
     guest.reach("cut")?;
     let last = medium.recorded();
     let committed = medium.end_recording();
-    record(medium)?;
+    record(&way.volume)?;
     guest.go_on()?;
     guest.reach("torn")?;
-    rustix::fs::sync();
+    way.volume.sync().map_err(CommandError::failed)?;
     let pages = medium.end_recording();
     drop(guest);
     let left = MediumFs::from_image(|path| committed.lose_unsynced(last, path));

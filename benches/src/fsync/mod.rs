@@ -24,7 +24,7 @@ use walvisor::commands::CommandError;
 use walvisor_storage::StoreOptions;
 use walvisor_testkit::Random;
 use walvisor_testkit::nbd::{FLUSH, READ, SEND_FLUSH, SEND_FUA, SimpleClient, WRITE};
-use walvisor_tests::medium_file::{MediumEvent, MediumFile, Recording};
+use walvisor_tests::medium_file::{MediumEvent, Recording};
 use walvisor_tests::medium_fs::MediumFs;
 
 use crate::bench::{Bench, Settings, Side, Turn, fill, measure_together};
@@ -133,7 +133,7 @@ fn measure(side: &Side) -> Result<Turn, CommandError> {
     };
     let bytes = side.number("disk_mib") << 20;
     make_disks(&volume.top(), count(side), bytes, LOGGED, &options)?;
-    rustix::fs::sync();
+    volume.sync().map_err(CommandError::failed)?;
     let way = Way { side, volume };
     if !side.text("guest").is_empty() {
         return guest::measure(&way).map(Turn);
@@ -336,7 +336,7 @@ impl Way<'_> {
         let medium = self.volume.medium();
         let mut client = served.connect(0)?;
         client.commit(0, 0)?;
-        record(medium)?;
+        record(&self.volume)?;
         (0..commits).try_for_each(|block| client.commit(block, FIRST + block))?;
         let last = medium.recorded();
         let recording = medium.end_recording();
@@ -357,11 +357,11 @@ impl Way<'_> {
             client.flush()
         };
         (0..PAGES).try_for_each(&mut write)?;
-        record(medium)?;
+        record(&self.volume)?;
         (PAGES..8 * PAGES).try_for_each(&mut write)?;
         // What a disk does later is torn too: copies of a log to its images, and pages of a cache.
         served.daemons.iter().try_for_each(Daemon::checkpoint)?;
-        rustix::fs::sync();
+        self.volume.sync().map_err(CommandError::failed)?;
         let recording = medium.end_recording();
         drop(served);
         let mut torn = 0;
@@ -389,9 +389,9 @@ impl Way<'_> {
 }
 
 /// Begins to record, with everything so far on the medium.
-fn record(medium: &MediumFile) -> Result<(), CommandError> {
-    rustix::fs::sync();
-    medium.record().map_err(CommandError::failed)
+fn record(volume: &MediumFs) -> Result<(), CommandError> {
+    let recording = volume.sync().and_then(|()| volume.medium().record());
+    recording.map_err(CommandError::failed)
 }
 
 /// Where to cut the power: events that are writes, all over the recording, and how many of their
