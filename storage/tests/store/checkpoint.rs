@@ -1,0 +1,123 @@
+//! How many bytes a checkpoint writes, and how much memory the index takes until then.
+
+
+use crate::support::{TestDisk, flush, wait};
+use walvisor_storage::{
+    BackendQueue, Buffer, DiskOptions, LogCounters, Logged, Operation, Store, StoreOptions,
+    create_disk, default_log_dir,
+};
+
+const BLOCK: u64 = 4096;
+/// Writes between two FLUSHes.
+const BURST: u64 = 64;
+
+/// A log of 16 MiB.
+fn small() -> StoreOptions {
+    StoreOptions {
+        segment_size: 1 << 20,
+        max_segments: 16,
+        ..StoreOptions::default()
+    }
+}
+
+/// Writes `count` blocks of 4 KiB, the i-th to block `place(i)`, and closes. Returns the counters,
+/// and the most memory that the index took.
+fn written(
+    options: &StoreOptions,
+    count: u64,
+    blocks: u64,
+    place: impl Fn(u64) -> u64,
+) -> (LogCounters, u64) {
+    let dir = tempfile::tempdir().unwrap();
+    let disk = dir.path().join("disk.img");
+    let log = default_log_dir(&disk);
+    create_disk(&disk, blocks * BLOCK, &log, options).unwrap();
+    let store = Store::open(&log, &[DiskOptions::new(&disk)], options).unwrap();
+    let disk = store.disks()[0].clone();
+    let mut port = disk.open_port().unwrap();
+    let mut most = 0;
+    for first in (0..count).step_by(BURST as usize) {
+        for i in first..first + BURST {
+            let data = Buffer::from(&[i as u8; BLOCK as usize][..]);
+            let sector = place(i) * BLOCK / 512;
+            port.submit(i, Operation::Write { sector, data });
+        }
+        wait(&mut port, BURST as usize);
+        flush(&mut port);
+        most = most.max(disk.log_counters().index_bytes);
+    }
+    drop(port);
+    store.close().unwrap();
+    (disk.log_counters(), most)
+}
+
+/// The goals: at most 2.05 bytes for each byte that is written once, and close to 1.1 for a few
+/// blocks that are overwritten repeatedly.
+#[test]
+fn overwritten_blocks_are_copied_once() {
+    let count = 8192;
+    let bytes = (count * BLOCK) as f64;
+    let (uniform, _) = written(&small(), count, count, |i| (i * 2_654_435_761) % count);
+    println!("uniform: {uniform:?}");
+    assert_eq!(uniform.base_bytes, count * BLOCK);
+    assert!((uniform.log_bytes + uniform.base_bytes) as f64 / bytes <= 2.05);
+    let (hot, _) = written(&small(), count, 64, |i| i % 64);
+    println!("hot: {hot:?}");
+    // Each checkpoint copies the hot blocks once. The number of checkpoints depends on when the
+    // keeper gets to run: four at best, each 0.8 % of all bytes written. Three times as many are
+    // still little compared to copying every write.
+    assert!(hot.base_bytes <= hot.checkpoints * 64 * BLOCK);
+    assert!((hot.log_bytes + hot.base_bytes) as f64 / bytes <= 1.17);
+}
+
+/// Writes wait for checkpoints where the index takes too much memory, however much room the log
+/// has.
+#[test]
+fn an_index_takes_no_more_memory_than_it_may() {
+    let (count, limit) = (8192, 16 << 10);
+    let most = |index_memory| {
+        let options = StoreOptions {
+            index_memory,
+            max_segments: 128,
+            ..small()
+        };
+        written(&options, count, count, |i| (i * 2_654_435_761) % count)
+    };
+    let (little, most_little) = most(limit);
+    let (usual, most_usual) = most(64 << 20);
+    println!("{limit}: {most_little}, {little:?}\nusual: {most_usual}, {usual:?}");
+    // One insertion may split a leaf of 4 KiB.
+    let (most, all) = (limit + 2 * BLOCK, 16 * count);
+    assert!(most_little <= most && little.checkpoints >= all / most);
+    assert!(most_usual >= all && usual.checkpoints == 1);
+    assert_eq!((little.index_bytes, usual.index_bytes), (0, 0));
+}
+
+/// Adjacent sectors go to the base image together, even if they were written at different times. A
+/// discard of several parts makes one hole.
+#[test]
+fn neighbours_are_copied_together() {
+    let place = TestDisk::new();
+    let store = place.open();
+    let disk = store.disks()[0].clone();
+    let mut port = disk.open_port().unwrap();
+    let order = (0..64).map(|i| i * 37 % 64);
+    for i in order {
+        let data = Buffer::from(&[i as u8; 512][..]);
+        port.submit(i, Operation::Write { sector: i, data });
+    }
+    for i in 8..16 {
+        let (sector, sectors) = (i * 8, 8);
+        port.submit(100 + i, Operation::Discard { sector, sectors });
+    }
+    wait(&mut port, 64 + 8);
+    drop(port);
+    store.close().unwrap();
+    let counters = disk.log_counters();
+    assert_eq!((counters.base_bytes, counters.base_writes), (64 * 512, 2));
+    let image = std::fs::read(&place.disk).unwrap();
+    let sectors = image.chunks(512).take(64).enumerate();
+    for (i, sector) in sectors {
+        assert!(sector.iter().all(|&byte| byte == i as u8), "sector {i}");
+    }
+}

@@ -1,0 +1,88 @@
+//! A small `index-memory` bounds what snapshots and looks take, however much has changed. This test
+//! is in a file, and so a process, of its own.
+
+
+use std::thread;
+
+use walvisor_storage::{
+    BackendQueue, DiskOptions, Error, Look, Operation, Point, Store, StoreOptions, Tracked,
+    create_disk,
+};
+
+/// Blocks of 4096 bytes that change, each apart from the others.
+const BLOCKS: u64 = 900_000;
+const LIMIT: u64 = 1 << 20;
+/// The index and what is beside it may take as much each; the rest is for buffers, threads and the
+/// allocator.
+const MOST: u64 = 2 * LIMIT + (24 << 20);
+
+/// The most memory that this process had resident so far, in bytes.
+fn peak() -> u64 {
+    let status = std::fs::read_to_string("/proc/self/status").unwrap();
+    let line = status.lines().find_map(|line| line.strip_prefix("VmHWM:"));
+    let kib = line.unwrap().trim().trim_end_matches(" kB");
+    kib.parse::<u64>().unwrap() * 1024
+}
+
+fn assert_too_large<T>(result: Result<T, Error>) {
+    let error = result.err().expect("it takes too much").to_string();
+    assert!(error.contains("index-memory"), "{error}");
+}
+
+#[test]
+fn looks_and_snapshots_take_little_memory_however_much_has_changed() {
+    let dir = tempfile::tempdir().unwrap();
+    let (path, log) = (dir.path().join("disk.img"), dir.path().join("log"));
+    let options = StoreOptions {
+        segment_size: 1 << 20,
+        max_segments: 256,
+        index_memory: LIMIT,
+        ..StoreOptions::default()
+    };
+    create_disk(&path, BLOCKS * 8192, &log, &options).unwrap();
+    let store = Store::open(&log, &[DiskOptions::new(&path)], &options).unwrap();
+    let disk = &store.disks()[0];
+    let mut port = disk.open_port().unwrap();
+    // Some data to be saved.
+    for part in 0..256 {
+        crate::support::write(&mut port, part * 256, 1, 256);
+    }
+    crate::support::flush(&mut port);
+    disk.checkpoint().unwrap();
+    let monday = Point::Snapshot("monday".parse().unwrap());
+    let lsn = disk.snapshot("monday".parse().unwrap()).unwrap().lsn;
+    let before = peak();
+    for first in (0..BLOCKS).step_by(1000) {
+        for number in first..first + 1000 {
+            let operation = Operation::WriteZeroes {
+                sector: number * 7919 % BLOCKS * 16,
+                sectors: 8,
+                unmap: true,
+            };
+            port.submit(number, operation);
+        }
+        crate::support::wait(&mut port, 1000);
+    }
+    crate::support::flush(&mut port);
+    disk.checkpoint().unwrap();
+    let written = peak();
+    // At once, so that they would take the more memory together.
+    thread::scope(|scope| {
+        for _ in 0..8 {
+            scope.spawn(|| assert_too_large(disk.look(monday, None)));
+        }
+    });
+    let changes = disk.changes(lsn, 0, BLOCKS * 16, 8);
+    assert!(changes.unwrap_err().to_string().contains("index-memory"));
+    let looked = peak();
+    let [written, looked] = [written, looked].map(|peak| peak - before);
+    println!("{written} bytes more after the writes, {looked} with looks");
+    assert!(looked <= MOST, "{written} and {looked} bytes");
+    drop(port);
+    store.close().unwrap();
+    // Nor does a look at the closed disk take more than it is given.
+    let open =
+        |options: &StoreOptions| Look::open(&DiskOptions::new(&path), &log, monday, None, options);
+    assert_too_large(open(&options));
+    open(&StoreOptions::default()).unwrap();
+}
