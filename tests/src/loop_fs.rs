@@ -1,7 +1,7 @@
 //! File systems on loop devices.
 
 use walvisor_testkit::process::run;
-use walvisor_testkit::unmount;
+use walvisor_testkit::{own_mounts, unmount};
 
 use crate::have;
 
@@ -28,7 +28,9 @@ impl LoopFs {
         std::fs::create_dir(&place).expect("a directory");
         let made = Self { dir };
         let [image, point] = [&image, &place].map(|path| path.to_string_lossy());
-        let mounted = run("mkfs.xfs", &["-q", "-m", "reflink=1", &image])
+        let mounted = own_mounts()
+            .map_err(|error| error.to_string())
+            .and_then(|()| run("mkfs.xfs", &["-q", "-m", "reflink=1", &image]))
             .and_then(|_| run("mount", &["-o", "loop", &image, &point]));
         match mounted {
             Ok(_) => Some(made),

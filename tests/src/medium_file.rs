@@ -15,7 +15,7 @@ use std::time::Duration;
 use nix::mount::MsFlags;
 use rustix::fs::{FallocateFlags, MemfdFlags, SeekFrom, fallocate, memfd_create, seek};
 use rustix::io::Errno;
-use walvisor_testkit::process::run;
+use walvisor_testkit::{own_mounts, try_unmount};
 
 /// What each sector of a disk's data begins with. Only requests that move such sectors fail: a file
 /// system whose own blocks fail stops by itself.
@@ -142,6 +142,14 @@ struct Medium {
     size: u64,
     faults: Mutex<Faults>,
     history: Mutex<History>,
+    pace: Mutex<Pace>,
+}
+
+/// How long writes take.
+#[derive(Debug, Default)]
+struct Pace {
+    write_time: Duration,
+    writing: usize,
 }
 
 /// What has reached the medium.
@@ -164,11 +172,12 @@ struct Faults {
 }
 
 impl MediumFile {
-    /// Mounts a file of `size` bytes at the file `path`.
+    /// Mounts a file of `size` bytes at the file `path`, for [this thread](own_mounts).
     ///
     /// # Errors
     /// The system refuses it; the text says what.
     pub fn mount(path: &Path, size: u64) -> Result<Self, String> {
+        own_mounts().map_err(|error| error.to_string())?;
         let memory = memfd_create("medium", MemfdFlags::CLOEXEC).map(File::from);
         let memory = memory.map_err(|error| error.to_string())?;
         let made = memory.set_len(size).and_then(|()| File::create(path));
@@ -187,6 +196,7 @@ impl MediumFile {
             size,
             faults: Mutex::default(),
             history: Mutex::default(),
+            pace: Mutex::default(),
         });
         let kernel = Arc::new(kernel);
         let threads = (0..4).map(|_| {
@@ -215,6 +225,23 @@ impl MediumFile {
     /// As [`syncs`](Self::syncs).
     pub fn set_sync_time(&self, time: Duration) {
         self.medium.history.lock().unwrap().sync_time = time;
+    }
+
+    /// Lets each write take so long from now on: its bytes reach the medium at the end.
+    ///
+    /// # Panics
+    /// As [`syncs`](Self::syncs).
+    pub fn set_write_time(&self, time: Duration) {
+        self.medium.pace.lock().unwrap().write_time = time;
+    }
+
+    /// How many writes are being carried out.
+    ///
+    /// # Panics
+    /// As [`syncs`](Self::syncs).
+    #[must_use]
+    pub fn writing(&self) -> usize {
+        self.medium.pace.lock().unwrap().writing
     }
 
     /// Begins to record.
@@ -284,8 +311,8 @@ impl MediumFile {
 impl Drop for MediumFile {
     fn drop(&mut self) {
         // While it is mounted, the threads wait for requests.
-        match run("umount", &[&self.path.display().to_string()]) {
-            Ok(_) => self.threads.drain(..).for_each(|thread| {
+        match try_unmount(&self.path) {
+            Ok(()) => self.threads.drain(..).for_each(|thread| {
                 let _ = thread.join();
             }),
             Err(why) => println!("the medium stays mounted: {why}"),
@@ -358,21 +385,36 @@ impl Medium {
             }
             WRITE => {
                 let (offset, bytes) = (u64_at(arguments, 8), &arguments[40..]);
-                if self.write_fails(bytes) {
-                    std::thread::sleep(FAILURE);
-                    return Err(Errno::IO);
-                }
-                // A recording has the writes in the order in which they are carried out.
-                let mut history = self.history.lock().unwrap();
-                self.write(bytes, offset).map_err(|_| Errno::IO)?;
-                if let Some(recording) = &mut history.recording {
-                    let event = MediumEvent::Write(offset, bytes.to_vec());
-                    recording.events.push(event);
-                }
-                Ok(words(&[bytes.len() as u32, 0]))
+                let time = self.begin_write();
+                std::thread::sleep(time);
+                let written = self.carry_out(bytes, offset);
+                self.pace.lock().unwrap().writing -= 1;
+                written
             }
             _ => Err(Errno::NOSYS),
         }
+    }
+
+    /// Counts a write, and returns the time that it takes.
+    fn begin_write(&self) -> Duration {
+        let mut pace = self.pace.lock().unwrap();
+        pace.writing += 1;
+        pace.write_time
+    }
+
+    fn carry_out(&self, bytes: &[u8], offset: u64) -> Result<Vec<u8>, Errno> {
+        if self.write_fails(bytes) {
+            std::thread::sleep(FAILURE);
+            return Err(Errno::IO);
+        }
+        // A recording has the writes in the order in which they are carried out.
+        let mut history = self.history.lock().unwrap();
+        self.write(bytes, offset).map_err(|_| Errno::IO)?;
+        if let Some(recording) = &mut history.recording {
+            let event = MediumEvent::Write(offset, bytes.to_vec());
+            recording.events.push(event);
+        }
+        Ok(words(&[bytes.len() as u32, 0]))
     }
 
     /// `fuse_init_out`.

@@ -3,9 +3,9 @@
 use std::fs::File;
 use std::io;
 use std::path::{Path, PathBuf};
-use std::time::{Duration, Instant};
 
 use walvisor_testkit::process::run;
+use walvisor_testkit::{own_mounts, try_unmount};
 
 use crate::have;
 use crate::medium_file::MediumFile;
@@ -21,7 +21,8 @@ pub struct MediumFs {
     mounted: bool,
     /// For mount(8).
     options: &'static str,
-    device: Option<String>,
+    /// Bytes of a logical sector of the loop device.
+    sector: u32,
     medium: Option<MediumFile>,
     /// The last to be dropped.
     dir: tempfile::TempDir,
@@ -33,6 +34,14 @@ impl MediumFs {
     /// # Errors
     /// That fails; the text says why.
     pub fn new(kind: &str) -> Result<Self, String> {
+        Self::with_sectors(kind, 512)
+    }
+
+    /// The same, on a block device whose logical sectors have `sector` bytes.
+    ///
+    /// # Errors
+    /// As [`new`](Self::new).
+    pub fn with_sectors(kind: &str, sector: u32) -> Result<Self, String> {
         let (maker, package, options, mounting) = match kind {
             "xfs" => ("mkfs.xfs", "xfsprogs", &["-q", "-K"][..], "defaults"),
             _ => {
@@ -45,14 +54,9 @@ impl MediumFs {
             return Err("no tools for file systems".to_owned());
         }
         let mut made = Self::empty()?;
-        made.options = mounting;
-        let file = made.dir.path().join("medium");
-        made.medium = Some(MediumFile::mount(&file, SIZE)?);
-        let file = file.display().to_string();
-        let device = run("losetup", &["--find", "--show", "--direct-io=on", &file])?;
-        made.device = Some(device.clone());
-        run(maker, &[options, &[&device]].concat())?;
-        made.mount()?;
+        (made.options, made.sector) = (mounting, sector);
+        made.medium = Some(MediumFile::mount(&made.image(), SIZE)?);
+        made.mount(|device| run(maker, &[options, &[device]].concat()).map(drop))?;
         Ok(made)
     }
 
@@ -63,21 +67,19 @@ impl MediumFs {
     /// That fails; the text says why.
     pub fn from_image(write: impl FnOnce(&Path) -> io::Result<()>) -> Result<Self, String> {
         let mut made = Self::empty()?;
-        let file = made.dir.path().join("image");
-        write(&file).map_err(|error| error.to_string())?;
-        let file = file.display().to_string();
-        made.device = Some(run("losetup", &["--find", "--show", &file])?);
-        made.mount()?;
+        write(&made.image()).map_err(|error| error.to_string())?;
+        made.mount(|_| Ok(()))?;
         Ok(made)
     }
 
     /// A mount point, and nothing there yet.
     fn empty() -> Result<Self, String> {
+        own_mounts().map_err(|error| error.to_string())?;
         let dir = tempfile::tempdir().map_err(|error| error.to_string())?;
         let made = Self {
             mounted: false,
             options: "defaults",
-            device: None,
+            sector: 512,
             medium: None,
             dir,
         };
@@ -100,12 +102,32 @@ impl MediumFs {
         self.dir.path().join("mounted")
     }
 
-    fn mount(&mut self) -> Result<(), String> {
-        let device = self.device.as_deref().expect("it has one");
+    /// The file that it is on: the medium, if it has one.
+    fn image(&self) -> PathBuf {
+        self.dir.path().join("medium")
+    }
+
+    /// Mounts a loop device, once `prepare` has done its work on it. The device ends when it is
+    /// unmounted, also by the end of this process.
+    fn mount(&mut self, prepare: impl FnOnce(&str) -> Result<(), String>) -> Result<(), String> {
+        let image = self.image().display().to_string();
+        let direct = if self.medium.is_some() { "on" } else { "off" };
+        let (direct, sector) = (format!("--direct-io={direct}"), self.sector.to_string());
+        let arguments = [
+            "--find",
+            "--show",
+            &direct,
+            "--sector-size",
+            &sector,
+            &image,
+        ];
+        let device = run("losetup", &arguments)?;
         let top = self.top().display().to_string();
-        run("mount", &["-o", self.options, device, &top])?;
-        self.mounted = true;
-        Ok(())
+        let mounted = prepare(&device)
+            .and_then(|()| run("mount", &["-o", self.options, &device, &top]).map(drop));
+        self.mounted = mounted.is_ok();
+        run("losetup", &["--detach", &device])?;
+        mounted
     }
 
     /// Makes what was written to the file system durable, and of no other file system.
@@ -116,20 +138,23 @@ impl MediumFs {
         Ok(rustix::fs::syncfs(File::open(self.top())?)?)
     }
 
-    /// Unmounts the file system, so that nothing of it is in memory. What io_uring does for a
-    /// process that was killed ends a moment later than the process.
+    /// Unmounts the file system, so that nothing of it is in memory.
     fn unmount(&mut self) -> Result<(), String> {
-        let began = Instant::now();
-        while self.mounted {
-            match run("umount", &[&self.top().display().to_string()]) {
-                Err(why) if !why.contains("busy") || began.elapsed().as_secs() > 30 => {
-                    return Err(why);
-                }
-                Err(_) => std::thread::sleep(Duration::from_millis(10)),
-                Ok(_) => self.mounted = false,
-            }
+        if self.mounted {
+            try_unmount(&self.top())?;
         }
+        self.mounted = false;
         Ok(())
+    }
+
+    /// Unmounts the file system, which takes until all requests to it have ended, and mounts it
+    /// again.
+    ///
+    /// # Panics
+    /// It can't be unmounted or mounted again.
+    pub fn remount(&mut self) {
+        self.unmount().unwrap();
+        self.mount(|_| Ok(())).unwrap();
     }
 
     /// What a power cut does, after all processes have ended: what is not on the medium by now is
@@ -141,7 +166,7 @@ impl MediumFs {
         self.medium().fail_writes(0, ALL);
         self.unmount().unwrap();
         self.medium().heal();
-        self.mount().unwrap();
+        self.mount(|_| Ok(())).unwrap();
     }
 }
 
@@ -149,9 +174,6 @@ impl Drop for MediumFs {
     fn drop(&mut self) {
         if let Err(why) = self.unmount() {
             println!("{why}");
-        }
-        if let Some(device) = self.device.take() {
-            let _ = run("losetup", &["--detach", &device]);
         }
     }
 }

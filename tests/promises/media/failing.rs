@@ -426,7 +426,7 @@ fn a_test_that_panics_leaves_no_mount_and_no_loop_device() {
     let dir = place.parent().unwrap();
     assert!(!dir.exists());
     let place = dir.to_str().unwrap();
-    let mounts = std::fs::read_to_string("/proc/self/mounts").unwrap();
+    let mounts = std::fs::read_to_string("/proc/thread-self/mounts").unwrap();
     assert!(!mounts.contains(place), "{mounts}");
     let loops = run("losetup", &["--list", "--noheadings"]).unwrap();
     assert!(!loops.contains(place), "{loops}");

@@ -7,17 +7,15 @@ use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 
 use walvisor_storage::{Operation, create_disk, default_log_dir};
-use walvisor_testkit::Process;
-use walvisor_testkit::process::run;
+use walvisor_testkit::{Process, own_mounts, unmount, wait_until};
 use walvisor_tests::have;
 
-use crate::volume::{is_mount, wait};
 use crate::{carry_out, open, options, write};
 
 /// bindfs, which shows a directory at another path, and logs each request to a file.
 struct BindMount {
     // Dropped before its directory.
-    _process: Process,
+    process: Process,
     dir: tempfile::TempDir,
 }
 
@@ -26,6 +24,7 @@ impl BindMount {
         if !have("bindfs", "bindfs") {
             return Err("no bindfs".to_owned());
         }
+        own_mounts().map_err(|error| error.to_string())?;
         let dir = tempfile::tempdir().map_err(|error| error.to_string())?;
         for name in ["kept", "shown"] {
             std::fs::create_dir(dir.path().join(name)).map_err(|error| error.to_string())?;
@@ -39,12 +38,16 @@ impl BindMount {
             .stdout(Stdio::null())
             .stderr(told);
         let process = Process::spawn(&mut command);
-        let shown = Self {
-            _process: process,
-            dir,
-        };
-        wait("bindfs", || is_mount(&shown.top()))?;
-        Ok(shown)
+        let mut shown = Self { process, dir };
+        let place = shown.top().display().to_string();
+        let mut ended = None;
+        wait_until("bindfs", || {
+            ended = shown.process.try_wait().unwrap();
+            let mounts = std::fs::read_to_string("/proc/thread-self/mounts").unwrap();
+            ended.is_some() || mounts.contains(&place)
+        });
+        let why = ended.map(|status| format!("bindfs: {status}"));
+        why.map_or(Ok(shown), Err)
     }
 
     fn top(&self) -> PathBuf {
@@ -61,7 +64,7 @@ impl BindMount {
 
 impl Drop for BindMount {
     fn drop(&mut self) {
-        let _ = run("umount", &[&self.top().display().to_string()]);
+        unmount(&self.top());
     }
 }
 

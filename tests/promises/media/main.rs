@@ -5,7 +5,6 @@ mod failing;
 mod fuse;
 mod sectors;
 mod slow;
-mod volume;
 
 use std::path::Path;
 

@@ -4,13 +4,13 @@
 use std::os::unix::fs::FileExt;
 
 use walvisor_storage::{Image, Operation, create_disk, default_log_dir};
+use walvisor_tests::medium_fs::MediumFs;
 
-use crate::volume::Volume;
 use crate::{carry_out, open, options, write};
 
 #[test]
 fn sectors_of_512_bytes_are_had_on_sectors_of_4096() {
-    let volume = match Volume::new(4096) {
+    let volume = match MediumFs::with_sectors("ext4", 4096) {
         Ok(volume) => volume,
         Err(why) => return println!("skipped: no volume with such sectors: {why}"),
     };

@@ -12,27 +12,14 @@ use walvisor_storage::{
     default_log_dir, inspect,
 };
 use walvisor_testkit::queue::wait;
+use walvisor_testkit::{Process, wait_until};
+use walvisor_tests::medium_fs::MediumFs;
 
 use crate::options;
-use crate::volume::{Server, Volume};
 
-/// Duration of each write, once the device is slow.
-const WRITE: Duration = Duration::from_millis(200);
+/// Duration of each write, once the medium is slow.
+const WRITE: Duration = Duration::from_millis(100);
 const CHILD: &str = "WALVISOR_TEST_DISK";
-
-/// A volume with slow writes, after `fill` has put data on it.
-fn slow_volume(fill: impl FnOnce(&Path)) -> Result<Volume, String> {
-    let mut volume = Volume::new(512)?;
-    fill(&volume.top());
-    volume.unmount();
-    let server = Server::start(
-        &volume,
-        &["--filter=delay"],
-        &format!("wdelay={}ms", WRITE.as_millis()),
-    )?;
-    volume.mount_from(server)?;
-    Ok(volume)
-}
 
 /// Writes and flushes until it is killed, and prints a line before each. Each write takes
 /// [`WRITE`].
@@ -66,27 +53,26 @@ fn writes_in_flight_of_a_killed_process_are_waited_for() {
     if let Some(disk) = std::env::var_os(CHILD) {
         return write_until_killed(Path::new(&disk));
     }
-    let created = |top: &Path| {
-        let disk = top.join("disk.img");
-        create_disk(&disk, 8 << 20, &default_log_dir(&disk), &options()).unwrap();
+    let mut fs = match MediumFs::new("ext4") {
+        Ok(fs) => fs,
+        Err(why) => return println!("skipped: no slow medium: {why}"),
     };
-    let volume = match slow_volume(created) {
-        Ok(volume) => volume,
-        Err(why) => return println!("skipped: no slow volume: {why}"),
-    };
-    let disk = volume.top().join("disk.img");
+    let disk = fs.top().join("disk.img");
     let log = default_log_dir(&disk);
+    create_disk(&disk, 8 << 20, &log, &options()).unwrap();
+    fs.sync().unwrap();
     for round in 0..3 {
-        let mut child = Command::new(std::env::current_exe().unwrap())
+        fs.medium().set_write_time(WRITE);
+        let mut command = Command::new(std::env::current_exe().unwrap());
+        command
             .args([
                 "--exact",
                 "slow::writes_in_flight_of_a_killed_process_are_waited_for",
                 "--nocapture",
             ])
             .env(CHILD, &disk)
-            .stdout(Stdio::piped())
-            .spawn()
-            .unwrap();
+            .stdout(Stdio::piped());
+        let mut child = Process::spawn(&mut command);
         let lines = BufReader::new(child.stdout.take().unwrap()).lines();
         let mut flushing = lines
             .map_while(Result::ok)
@@ -95,14 +81,16 @@ fn writes_in_flight_of_a_killed_process_are_waited_for() {
         for _ in 0..=round {
             flushing.next().expect("the child writes");
         }
-        std::thread::sleep(WRITE / 4);
+        wait_until("a write", || fs.medium().writing() > 0);
         child.kill().unwrap();
         // The log is opened at once: the child may still be ending.
         let began = Instant::now();
         let found = look(&disk, &log);
         println!("found {found:?} after {:?}", began.elapsed());
         child.wait().unwrap();
-        std::thread::sleep(2 * WRITE);
+        fs.medium().set_write_time(Duration::ZERO);
+        // Everything that was in flight has ended then.
+        fs.remount();
         let later = look(&disk, &log);
         assert_eq!(found, later, "something landed after the log was read");
     }

@@ -6,7 +6,7 @@
 //!   vhost_user: FrontEnd (any bytes)            queue: requests to a backend without a front-end
 //!   vhost_user_client: a third party's driver   process: programs that end with the test
 //!   hostile: attacks over NBD and vhost-user, and the client beside them
-//!   http: requests to a server                  random, wait, files, memory_fs, log_lines
+//!   http: requests to a server                  random, seeds, wait, files, memory_fs, log_lines
 //!   s3: a server of objects that fails, or is far away
 //! ```
 //! What returns no `Result` panics if it fails, and so does a wait that takes longer than
@@ -37,6 +37,7 @@ pub mod process;
 pub mod queue;
 mod random;
 pub mod s3;
+mod seeds;
 pub mod vhost_user;
 pub mod vhost_user_client;
 pub mod virtio;
@@ -44,7 +45,8 @@ mod wait;
 
 pub use files::{copy_image, copy_log, give, mark};
 pub use log_lines::LogLines;
-pub use memory_fs::{FrozenFs, MemoryFs, unmount};
+pub use memory_fs::{FrozenFs, MemoryFs, own_mounts, try_unmount, unmount};
 pub use process::{Daemon, Process, leash};
 pub use random::{Random, noise, pattern};
+pub use seeds::Seeds;
 pub use wait::{PATIENCE, wait_until};

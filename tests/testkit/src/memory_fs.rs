@@ -1,9 +1,38 @@
-//! File systems in memory, or in a file.
+//! File systems in memory, or in a file; and mounts that only their test sees.
 
-use std::path::Path;
-use std::time::Duration;
+use std::fs;
+use std::io;
+use std::path::{Path, PathBuf};
+use std::sync::OnceLock;
+use std::time::Instant;
+
+use rustix::mount::{MountPropagationFlags, mount_change};
+use rustix::thread::{UnshareFlags, unshare_unsafe};
 
 use crate::process::run;
+use crate::wait::{PATIENCE, pause};
+
+/// Gives this thread, and the threads and processes that it starts from now on, mounts of their own.
+/// Does nothing if it has them. Whatever ends them, the kernel unmounts what they have mounted.
+///
+/// A process that unshares its mounts gets a copy of all that it sees, and keeps each file system
+/// and its loop device in use. So what several tests see can't be unmounted for certain.
+///
+/// # Errors
+/// Only root may do that.
+pub fn own_mounts() -> io::Result<()> {
+    static FIRST: OnceLock<PathBuf> = OnceLock::new();
+    let current = fs::read_link("/proc/thread-self/ns/mnt")?;
+    if *FIRST.get_or_init(|| current.clone()) != current {
+        return Ok(());
+    }
+    // SAFETY: this thread stops sharing mounts and its working directory with others, and no file
+    // descriptors: all that is open stays valid.
+    unsafe { unshare_unsafe(UnshareFlags::NEWNS) }?;
+    // What is mounted here appears nowhere else; what others unmount is unmounted here too.
+    let flags = MountPropagationFlags::DOWNSTREAM | MountPropagationFlags::REC;
+    Ok(mount_change("/", flags)?)
+}
 
 /// A file system in memory, or in a file. Dropping it unmounts it.
 pub struct MemoryFs(tempfile::TempDir);
@@ -36,7 +65,8 @@ impl MemoryFs {
     fn mount_from(kind: &str, options: &str, source: &Path) -> Option<Self> {
         let mounted = Self(tempfile::tempdir().expect("a directory"));
         let source = source.to_string_lossy();
-        match mounted.call(&["-t", kind, "-o", options, &source]) {
+        let made = own_mounts().map_err(|error| error.to_string());
+        match made.and_then(|()| mounted.call(&["-t", kind, "-o", options, &source])) {
             Ok(()) => Some(mounted),
             Err(why) => {
                 println!("skipped: no {kind}: {why}");
@@ -90,14 +120,22 @@ impl Drop for MemoryFs {
     }
 }
 
-/// Unmounts a file system, if it is mounted. The kernel may still hold files of a process that was
-/// killed, for a moment after its end: io_uring ends later.
+/// Unmounts a file system, if it is mounted.
 pub fn unmount(place: &Path) {
-    let place = place.to_string_lossy();
-    for _ in 0..200 {
+    let _ = try_unmount(place);
+}
+
+/// Unmounts a file system. The kernel may still hold files of a process that was killed, for a
+/// moment after its end: io_uring ends later.
+///
+/// # Errors
+/// umount(8) fails; the text says why.
+pub fn try_unmount(place: &Path) -> Result<(), String> {
+    let (place, began) = (place.to_string_lossy(), Instant::now());
+    loop {
         match run("umount", &[&place]) {
-            Err(why) if why.contains("busy") => std::thread::sleep(Duration::from_millis(50)),
-            _ => return,
+            Err(why) if why.contains("busy") && began.elapsed() < PATIENCE => pause(began),
+            ended => return ended.map(drop),
         }
     }
 }
