@@ -26,13 +26,7 @@ fn a_paused_device_finishes_what_it_has_taken_and_takes_no_more(kind: Kind) {
         driver.kick(queue);
     }
     wait_until("2 requests", || gate.submitted() == 2);
-    let opener = {
-        let gate = gate.clone();
-        thread::spawn(move || {
-            thread::sleep(A_WHILE);
-            gate.open();
-        })
-    };
+    let opener = gate.open_once_asleep();
     driver.registers.pause();
     opener.join().expect("the opener");
     assert_eq!((gate.queues(), gate.leaked()), (0, 0));

@@ -8,11 +8,8 @@ use crate::gate::Gate;
 
 on_every_transport!(
     a_batch_is_one_doorbell_one_kick_and_one_interrupt,
-    used_event_holds_interrupts_back,
-    the_interrupt_flag_holds_interrupts_back,
     an_interrupt_is_never_missing,
     a_doorbell_is_never_missing,
-    a_plain_register_write_is_a_doorbell,
     the_used_index_moves_once_per_batch,
 );
 
@@ -48,40 +45,6 @@ fn a_batch_is_one_doorbell_one_kick_and_one_interrupt(kind: Kind) {
         let counts = driver.counts();
         assert_eq!((counts.requests, counts.interrupts), (16, 1));
     }
-}
-
-fn used_event_holds_interrupts_back(kind: Kind) {
-    let mut driver = Driver::start(kind, RamDisk::new(1024), config(1), EVERYTHING);
-    // One request at a time, but the driver asks only for an interrupt after every eighth.
-    for round in 0..4 {
-        driver.rings[0].set_used_event(round * 8 + 7);
-        for sector in 0..8 {
-            assert_eq!(driver.counts().interrupts, u64::from(round), "too early");
-            driver.write(0, sector, &[1; 512]);
-        }
-        wait_until("the interrupt", || {
-            driver.counts().interrupts == u64::from(round) + 1
-        });
-    }
-    assert_eq!(driver.registers.take_queue_interrupts(0), 4);
-    assert_eq!(driver.counts().requests, 32);
-}
-
-fn the_interrupt_flag_holds_interrupts_back(kind: Kind) {
-    let mut driver = Driver::start(kind, RamDisk::new(64), config(1), EVERYTHING & !EVENT_IDX);
-    driver.rings[0].set_no_interrupt(true);
-    for sector in 0..8 {
-        driver.write(0, sector, &[1; 512]);
-    }
-    // The worker asks for doorbells again only after it would have sent an interrupt.
-    wait_until("the worker's rest", || driver.rings[0].used_flags() == 0);
-    assert_eq!(driver.counts().interrupts, 0);
-    driver.rings[0].set_no_interrupt(false);
-    for sector in 1..=8 {
-        driver.write(0, sector, &[1; 512]);
-        wait_until("an interrupt each", || driver.counts().interrupts == sector);
-    }
-    assert_eq!(driver.registers.take_queue_interrupts(0), 8);
 }
 
 /// The driver sleeps until it is interrupted, so a missing interrupt would make it sleep forever.
@@ -147,23 +110,6 @@ fn a_doorbell_is_never_missing(kind: Kind) {
         wait_until("every doorbell", || driver.counts().doorbells == rings);
         assert_eq!(driver.counts().requests, 20_001);
     }
-}
-
-fn a_plain_register_write_is_a_doorbell(kind: Kind) {
-    let mut driver = Driver::start(kind, RamDisk::new(64), config(2), EVERYTHING);
-    for queue in [0, 1, 0] {
-        let post = driver.post(queue, VIRTIO_BLK_T_FLUSH, 0, &[], 0);
-        driver.rings[queue].publish();
-        driver.registers.notify(queue as u16);
-        let (head, written) = driver.next_used(queue);
-        assert_eq!(
-            (head, driver.answer(&post, written).status),
-            (post.head, OK)
-        );
-    }
-    // Queues that do not exist.
-    driver.registers.notify(1);
-    wait_until("four doorbells", || driver.counts().doorbells == 4);
 }
 
 fn the_used_index_moves_once_per_batch(kind: Kind) {

@@ -4,15 +4,37 @@
 use std::collections::HashSet;
 use std::io;
 use std::os::fd::BorrowedFd;
+use std::path::Path;
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::sync::mpsc::{Receiver, Sender, channel};
 use std::sync::{Arc, Mutex};
+use std::thread::{self, JoinHandle};
+use std::time::Instant;
 
 use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
 use walvisor_devices::backend::ram::RamDisk;
 use walvisor_devices::backend::{
     Backend, BackendQueue, Capabilities, Completion, MAX_REQUEST_BYTES, Operation, descriptor,
 };
+use walvisor_testkit::wait_until;
+
+/// Does something in another thread once this one is asleep, because it waits for the device.
+/// Returns when that was.
+pub fn once_asleep(act: impl FnOnce() + Send + 'static) -> JoinHandle<Instant> {
+    let waiting = std::fs::read_link("/proc/thread-self").expect("this thread");
+    let stat = Path::new("/proc").join(waiting).join("stat");
+    thread::spawn(move || {
+        wait_until("the device to be waited for", || {
+            let stat = std::fs::read_to_string(&stat).expect("the state of a thread");
+            // The state follows the name, which is in parentheses.
+            let state = stat.rsplit_once(") ").map(|(_, state)| state);
+            state.is_some_and(|state| state.starts_with('S'))
+        });
+        let at = Instant::now();
+        act();
+        at
+    })
+}
 
 /// Clones share the gate.
 #[derive(Clone)]
@@ -72,6 +94,12 @@ impl Gate {
         for event in self.shared.events.lock().expect("events").iter() {
             event.write(1).expect("event");
         }
+    }
+
+    /// Opens it once this thread is [asleep](once_asleep).
+    pub fn open_once_asleep(&self) -> JoinHandle<Instant> {
+        let gate = self.clone();
+        once_asleep(move || gate.open())
     }
 
     /// Requests submitted so far.

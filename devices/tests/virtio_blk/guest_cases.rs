@@ -97,7 +97,7 @@ impl Interrupts for Processor {
     fn connect_line(&mut self, _gsi: u32) {}
 
     fn message(&mut self, number: u16) -> Result<(u64, u32), Error> {
-        let message = PciDriver::message(number);
+        let message = <PciDriver>::message(number);
         Ok((message.address, message.data))
     }
 }

@@ -30,37 +30,6 @@ fn registers_of_identity_are_what_they_must_be() {
 }
 
 #[test]
-fn registers_are_read_and_written_as_aligned_words_only() {
-    let mut device = device(1);
-    for (offset, len) in [
-        (0, 1),
-        (0, 2),
-        (0, 8),
-        (1, 4),
-        (2, 4),
-        (3, 1),
-        (0xfc, 8),
-        (0x70, 1),
-    ] {
-        let mut data = vec![0xaa; len];
-        device.transport.read(offset, &mut data);
-        assert_eq!(data, vec![0; len], "{len} bytes at {offset:#x}");
-    }
-    device.set(0x70, 1);
-    device.transport.write(0x70, &[3]);
-    device.transport.write(0x70, &[3, 0]);
-    device.transport.write(0x70, &[0; 8]);
-    device.transport.write(0x71, &[0; 4]);
-    device.transport.write(0x70, &[]);
-    assert_eq!(device.get(0x70), 1);
-    // Only a whole word of zero resets, not a word whose low byte is zero.
-    device.set(0x70, 0x100);
-    assert_eq!(device.get(0x70), 1);
-    device.set(0x70, 0);
-    assert_eq!(device.get(0x70), 0);
-}
-
-#[test]
 fn registers_that_do_not_exist_read_as_the_specification_says() {
     let mut device = device(1);
     for offset in [0xb0, 0xb4, 0xb8, 0xbc] {
@@ -102,34 +71,6 @@ fn sizes_and_selectors_do_not_wrap_at_16_bits() {
 }
 
 #[test]
-fn interrupt_status_is_set_and_acknowledged() {
-    let disk = RamDisk::new(64);
-    let device = VirtioBlock::new(Arc::new(disk), config(1)).expect("a device");
-    let mut mmio = MmioDriver::new(device, guest_memory());
-    assert_eq!(mmio.get(0x60), 0);
-    // A queue at an address that does not exist: a configuration interrupt.
-    for status in [1, 3] {
-        mmio.set(0x70, status);
-    }
-    mmio.set(0x24, 1);
-    mmio.set(0x20, 1);
-    mmio.set(0x70, 11);
-    mmio.set(0x30, 0);
-    mmio.set(0x84, 0xffff);
-    mmio.set(0x44, 1);
-    mmio.set(0x70, 15);
-    assert_eq!(mmio.get(0x70), 15 | 64);
-    assert_eq!(mmio.get(0x60), 2);
-    assert_eq!(mmio.take_edges(), 1);
-    mmio.set(0x64, 1);
-    assert_eq!(mmio.get(0x60), 2, "the other bit was acknowledged");
-    mmio.set(0x64, 2);
-    assert_eq!(mmio.get(0x60), 0);
-    mmio.set(0x70, 0);
-    assert_eq!((mmio.get(0x70), mmio.get(0x60)), (0, 0));
-}
-
-#[test]
 fn each_batch_is_an_edge_even_before_the_one_before_is_acknowledged() {
     let mut driver = live();
     for round in 1..=5 {
@@ -138,32 +79,6 @@ fn each_batch_is_an_edge_even_before_the_one_before_is_acknowledged() {
         driver.flush(0);
         wait_until("an edge each", || driver.counts().interrupts == round);
     }
-}
-
-#[test]
-fn a_queue_can_be_disabled_and_enabled_again() {
-    let disk = Arc::new(RamDisk::new(64));
-    let device = VirtioBlock::new(disk, config(1)).expect("a device");
-    let memory = guest_memory();
-    let mut mmio = MmioDriver::new(device, Arc::clone(&memory));
-    for status in [1, 3] {
-        mmio.set(0x70, status);
-    }
-    mmio.set_driver_features(VERSION_1);
-    mmio.set(0x70, 11);
-    let ring = Ring::new(
-        Arc::clone(&memory),
-        64,
-        vm_memory::GuestAddress(0x1000),
-        false,
-    );
-    mmio.set_queue(0, 64, ring.addresses());
-    mmio.set(0x70, 15);
-    mmio.set(0x44, 0);
-    assert_eq!(mmio.get(0x44), 0);
-    let ring = Ring::new(memory, 64, vm_memory::GuestAddress(0x9000), false);
-    mmio.set_queue(0, 64, ring.addresses());
-    assert_eq!(mmio.get(0x70), 15, "the device is still live");
 }
 
 #[test]

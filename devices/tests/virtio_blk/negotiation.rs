@@ -12,7 +12,6 @@ on_both_transports!(
     every_feature_is_offered_and_may_be_refused,
     the_configuration_space_says_what_the_disk_is,
     a_resize_changes_the_generation_and_interrupts,
-    queue_registers_do_not_change_while_enabled,
 );
 
 fn every_feature_is_offered_and_may_be_refused(kind: Kind) {
@@ -116,34 +115,6 @@ fn a_resize_changes_the_generation_and_interrupts(kind: Kind) {
     }
     assert_ne!(driver.registers.generation(), generation);
     assert!(driver.registers.take_config_interrupts() > 0);
-}
-
-fn queue_registers_do_not_change_while_enabled(kind: Kind) {
-    let mut driver = Driver::attach(kind, RamDisk::new(64), config(2));
-    driver.negotiate(EVERYTHING);
-    assert_eq!(driver.registers.queue_max(0), 64);
-    assert_eq!(driver.registers.queue_max(1), 64);
-    assert_eq!(driver.registers.queue_max(2), 0, "there is no third queue");
-    assert_eq!(driver.registers.queue_max(u16::MAX), 0);
-    let base = driver.allocate(Ring::bytes(64));
-    let ring = Ring::new(
-        driver.memory.clone(),
-        16,
-        base,
-        driver.features & EVENT_IDX != 0,
-    );
-    driver.registers.set_queue(0, 16, ring.addresses());
-    driver.registers.scribble_on_queue(0);
-    // The queue is smaller than the maximum, and it is the only one enabled.
-    driver
-        .registers
-        .set_status(ACKNOWLEDGE | DRIVER | FEATURES_OK | DRIVER_OK);
-    driver.rings.push(ring);
-    driver.registers.scribble_on_queue(0);
-    for sector in 0..40 {
-        driver.write(0, sector, &pattern(sector, 512));
-    }
-    assert_eq!(driver.read(0, 39, 512), pattern(39, 512));
 }
 
 #[test]

@@ -217,55 +217,16 @@ fn zero_does_not_disable_a_queue() {
 }
 
 #[test]
-fn the_common_configuration_is_read_at_every_width_and_offset() {
+fn halves_of_a_64_bit_field_are_written_on_their_own() {
     let mut pci = device(2);
     for status in [1, 3] {
         pci.set_status(status);
     }
     pci.set(0x16, 1u16.to_le_bytes());
-    pci.set(0x28, 0x1122_3344_5566_7788u64.to_le_bytes());
     pci.set(0x20, 0x99aa_bbccu32.to_le_bytes());
     pci.set(0x24, 0xddee_ff00u32.to_le_bytes());
-    assert_eq!(
-        pci.get(0x20),
-        0xddee_ff00_99aa_bbccu64.to_le_bytes(),
-        "4.1.3.2: halves on their own"
-    );
-    let len = pci.common.len as usize;
-    let whole: Vec<u8> = (0..len as u64).map(|at| pci.get::<1>(at)[0]).collect();
-    for at in 0..len {
-        for width in [2, 3, 4, 8] {
-            let mut bytes = vec![0xaa; width];
-            pci.transport
-                .bar_read(pci.common.bar, at as u64, &mut bytes);
-            let mut expected = whole[at..len.min(at + width)].to_vec();
-            expected.resize(width, 0);
-            assert_eq!(bytes, expected, "{width} bytes at {at:#x}");
-        }
-    }
-    // A write in another width than the field's does nothing (4.1.3.1).
-    for (at, bytes) in [
-        (0x18, &[0xff][..]),
-        (0x18, &[0xff; 4]),
-        (0x19, &[0xff, 0xff]),
-        (0x1c, &[1]),
-        (0x1c, &[1, 0, 0, 0]),
-        (0x20, &[0xff; 2]),
-        (0x22, &[0xff; 4]),
-        (0x24, &[0xff; 8]),
-        (0x14, &[0; 2]),
-        (0x14, &[0; 4]),
-        (0x12, &[0xff; 2]),
-        (0x15, &[0xff]),
-        (0x1e, &[0xff; 2]),
-        (0x38, &[0xff; 2]),
-        (0x04, &[0xff; 4]),
-        (0x16, &[0; 8]),
-    ] {
-        pci.transport.bar_write(pci.common.bar, at, bytes);
-    }
-    let after: Vec<u8> = (0..len as u64).map(|at| pci.get::<1>(at)[0]).collect();
-    assert_eq!(after, whole);
+    let whole = 0xddee_ff00_99aa_bbccu64.to_le_bytes();
+    assert_eq!(pci.get(0x20), whole, "4.1.3.2");
 }
 
 #[test]

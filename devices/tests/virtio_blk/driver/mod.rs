@@ -32,8 +32,6 @@ pub const EVERYTHING: u64 = u64::MAX;
 pub const OK: u8 = VIRTIO_BLK_S_OK as u8;
 pub const IOERR: u8 = VIRTIO_BLK_S_IOERR as u8;
 pub const UNSUPP: u8 = VIRTIO_BLK_S_UNSUPP as u8;
-/// The status byte that the driver writes before the device answers.
-pub const UNANSWERED: u8 = Driver::UNANSWERED;
 
 /// Long enough for a forbidden event to happen if it would.
 pub const A_WHILE: Duration = Duration::from_millis(50);

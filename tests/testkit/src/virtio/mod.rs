@@ -14,7 +14,7 @@ use vm_memory::{FileOffset, GuestAddress, GuestMemoryMmap};
 use vmm_sys_util::eventfd::EventFd;
 
 pub use driver::{Answer, BlockDriver, PostedRequest, segment};
-pub use ring::{BROKEN_CHAINS, INDIRECT_TABLE, NEXT, Piece, Ring, RingEdit, WRITE};
+pub use ring::{INDIRECT_TABLE, NEXT, Piece, Ring, RingEdit, WRITE};
 pub use vhost_user::{DeviceOwner, VhostUserRegisters};
 
 /// Device status: the guest has noticed the device.
@@ -85,8 +85,6 @@ pub trait Registers {
     fn disable_queue(&mut self, queue: u16);
     /// Whether `queue` is enabled.
     fn queue_enabled(&mut self, queue: u16) -> bool;
-    /// Writes nonsense into the size and address registers of `queue`.
-    fn scribble_on_queue(&mut self, queue: u16);
     /// The eventfds that an ioeventfd would write to.
     fn doorbells(&self) -> Vec<EventFd>;
     /// Interrupts of `queue` since the last call, in whatever way the transport delivers them.

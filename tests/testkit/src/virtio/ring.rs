@@ -4,7 +4,7 @@ use std::sync::atomic::{Ordering, fence};
 
 use vm_memory::{Bytes, GuestAddress};
 
-use super::{MEMORY_END, Memory};
+use super::Memory;
 
 /// The chain goes on at the descriptor's `next` field.
 pub const NEXT: u16 = 1;
@@ -288,44 +288,3 @@ impl Ring {
 /// Writes descriptors into a ring. A megabyte of memory at the address is free for buffers and
 /// tables.
 pub type RingEdit = fn(&Ring, u64);
-
-/// Chains from descriptor 0 on that make a device of any kind ask for a reset.
-pub const BROKEN_CHAINS: [(&str, RingEdit); 9] = [
-    ("a descriptor that follows itself", |ring, at| {
-        ring.set_descriptor(0, at, 16, NEXT, 0);
-    }),
-    ("a loop of two, both writable", |ring, at| {
-        ring.set_descriptor(0, at, 16, NEXT | WRITE, 1);
-        ring.set_descriptor(1, at, 16, NEXT | WRITE, 0);
-    }),
-    ("a next descriptor beyond the table", |ring, at| {
-        ring.set_descriptor(0, at, 16, NEXT, ring.size);
-    }),
-    ("writable before readable", |ring, at| {
-        ring.set_descriptor(0, at, 1, NEXT | WRITE, 1);
-        ring.set_descriptor(1, at, 16, 0, 0);
-    }),
-    ("more than 2^32 bytes", |ring, at| {
-        ring.set_descriptor(0, at, 16, NEXT, 1);
-        ring.set_descriptor(1, at, u32::MAX, NEXT | WRITE, 2);
-        ring.set_descriptor(2, at, u32::MAX, WRITE, 0);
-    }),
-    ("an indirect table in an indirect table", |ring, at| {
-        ring.set_descriptor(0, at, 32, INDIRECT_TABLE, 0);
-        ring.write_descriptor(at, 0, at + 64, 16, NEXT, 1);
-        ring.write_descriptor(at, 1, at, 32, INDIRECT_TABLE, 0);
-    }),
-    ("an indirect table that is no multiple of 16", |ring, at| {
-        ring.set_descriptor(0, at, 33, INDIRECT_TABLE, 0);
-    }),
-    ("an indirect table outside memory", |ring, _| {
-        ring.set_descriptor(0, MEMORY_END, 32, INDIRECT_TABLE, 0);
-    }),
-    ("an indirect chain longer than the queue", |ring, at| {
-        ring.set_descriptor(0, at, 65535 * 16, INDIRECT_TABLE, 0);
-        for index in 0..65534 {
-            ring.write_descriptor(at, index, at, 1, NEXT, index + 1);
-        }
-        ring.write_descriptor(at, 65534, at, 1, WRITE, 0);
-    }),
-];

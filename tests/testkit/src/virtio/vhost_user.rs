@@ -238,10 +238,6 @@ impl<O: DeviceOwner> Registers for VhostUserRegisters<O> {
         self.status & DRIVER_OK != 0
     }
 
-    fn scribble_on_queue(&mut self, _queue: u16) {
-        // The server would refuse this and close the connection, which its own tests cover.
-    }
-
     fn doorbells(&self) -> Vec<EventFd> {
         let copy = |queue: &Queue| queue.kick.try_clone().expect("an eventfd");
         self.queues.iter().map(copy).collect()
