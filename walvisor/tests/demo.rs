@@ -58,51 +58,34 @@ fn both_transports_verify_every_byte_and_the_counts_make_sense() {
         assert!(count("flushes") > 80, "{row}");
         // With batches and EVENT_IDX one doorbell and one interrupt serve many requests. How many
         // depends on which of the threads gets a processor.
-        assert!(
-            (1..count("requests") / 2).contains(&count("doorbells")),
-            "{row}"
-        );
-        assert!(
-            (1..count("requests") / 2).contains(&count("interrupts")),
-            "{row}"
-        );
+        for (few, least) in [("doorbells", 1), ("interrupts", 1), ("exits", 0)] {
+            let expected = least..count("requests") / 2;
+            assert!(expected.contains(&count(few)), "{few}: {row}");
+        }
         // With group commit one sync serves several flushes.
         assert!((1..=count("flushes")).contains(&count("syncs")), "{row}");
         // Each of the 2048 blocks is read at the end, and more than a thousand were written.
         assert!(count("bytes") > (2048 + 1024) * 4096, "{row}");
         assert!(count("time_us") > 0, "{row}");
     }
-    // Neither a doorbell nor an interrupt is an exit, but a virtio-mmio driver reads and
-    // acknowledges the interrupt status. After an interrupt without completions either driver reads
-    // the device status.
-    let count = |row: usize, key: &str| transports[row][key].as_u64().expect("a number");
-    assert!(
-        count(0, "exits") <= 3 * count(0, "interrupts") + 16,
-        "{report}"
-    );
-    assert!(count(1, "exits") <= count(1, "interrupts") + 16, "{report}");
     assert_eq!(entries(directory.path()), 0, "the disks are removed");
 }
 
+/// A person sees what the guest says, and a table.
 #[test]
 fn the_table_has_a_line_for_each_transport() {
     if !kvm() {
         return;
     }
     let directory = tempfile::tempdir().expect("a directory");
-    let output = demo(&[], directory.path());
-    let text = String::from_utf8_lossy(&output.stdout);
-    assert!(
-        output.status.success(),
-        "{text}{}",
-        String::from_utf8_lossy(&output.stderr)
-    );
-    for transport in ["mmio", "pci"] {
-        let row = text
-            .lines()
-            .find(|line| line.starts_with(&format!("{transport} ")));
-        assert!(row.is_some_and(|row| row.ends_with(" all")), "{text}");
-    }
+    let text = String::from_utf8(demo(&[], directory.path()).stdout).expect("UTF-8");
+    let row = |line: &str| line.split(' ').next().map(str::to_owned);
+    let rows: Vec<_> = text
+        .lines()
+        .filter(|line| line.ends_with(" all"))
+        .filter_map(row)
+        .collect();
+    assert_eq!(rows, ["mmio", "pci"], "{text}");
     assert!(text.contains("guest: pci: block device 00:"), "{text}");
 }
 
@@ -145,27 +128,6 @@ fn every_case_of_conformance_passes_on_both_transports() {
         }
     }
     assert_eq!(entries(directory.path()), 0, "the disks are removed");
-}
-
-#[test]
-fn conformance_prints_a_line_for_each_case() {
-    if !kvm() {
-        return;
-    }
-    let directory = tempfile::tempdir().expect("a directory");
-    let output = demo(&["--conformance"], directory.path());
-    let text = String::from_utf8_lossy(&output.stdout);
-    assert!(output.status.success(), "{text}");
-    for line in [
-        "mmio  ok      read-write-flush",
-        "pci   ok      a-masked-vector-becomes-pending",
-    ] {
-        assert!(text.lines().any(|found| found == line), "{line}: {text}");
-    }
-    assert!(
-        text.trim_end().ends_with(" cases passed, 0 failed"),
-        "{text}"
-    );
 }
 
 #[test]

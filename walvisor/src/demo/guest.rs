@@ -58,8 +58,10 @@ pub(super) fn run_guest(
         host_cpu: loads,
         disks: vm.disks().to_vec(),
     });
-    let listener =
-        Listener::start(received, vm.control(), listener::PATIENCE, say).map_err(|error| {
+    let counters = vm.exits().to_vec();
+    let exits = move || counters.iter().map(|vcpu| vcpu.total()).sum();
+    let listener = Listener::start(received, vm.control(), listener::PATIENCE, exits, say)
+        .map_err(|error| {
             DemoError::Guest(format!(
                 "cannot start the thread that listens to it: {error}"
             ))
@@ -76,13 +78,13 @@ pub(super) fn run_guest(
     let last = &transcript.last_line;
     match outcome.ended {
         RunEnd::PowerOff => Ok(transcript),
-        RunEnd::Quit if transcript.stalled => {
-            let seconds = listener::PATIENCE.as_secs();
-            ended(format!(
-                "said nothing for {seconds} s; its last line: {last}"
-            ))
-        }
-        RunEnd::Reset | RunEnd::Quit => ended(format!("gave up; its last line: {last}")),
+        RunEnd::Reset | RunEnd::Quit => ended(match transcript.silence {
+            Some(silence) => {
+                let seconds = silence.as_secs();
+                format!("said nothing for {seconds} s; its last line: {last}")
+            }
+            None => format!("gave up; its last line: {last}"),
+        }),
         RunEnd::Panicked => ended("panicked".to_owned()),
         RunEnd::Signal(signal) => Err(DemoError::Stopped(signal)),
         RunEnd::Crashed(crash) => ended(format!("cannot run here: {crash}")),

@@ -12,8 +12,12 @@ use walvisor_vmm::control::{RunControl, RunEnd};
 use super::recorder::{Event, Measurement};
 use walvisor_guest::contract::{GuestMessage, LoadResult, Outcome};
 
-/// Longest silence of a guest: many times the second that its whole job takes, for loaded machines.
+/// Longest time for which a guest neither says a line nor exits: it sleeps, or turns in a circle.
 pub const PATIENCE: Duration = Duration::from_secs(60);
+
+/// How many times as long a guest may take from one line to the next while it exits. One that polls
+/// a device gets on, however slowly, on a machine whose processors are busy with something else.
+const BUSY: u32 = 15;
 
 /// One transport's job.
 #[derive(Debug)]
@@ -50,8 +54,8 @@ pub struct Transcript {
     pub checked: Vec<(String, u32)>,
     /// The last line of the output.
     pub last_line: String,
-    /// The run was ended because the guest was silent for too long.
-    pub stalled: bool,
+    /// For how long the guest was silent, if the run was ended because of that.
+    pub silence: Option<Duration>,
 }
 
 /// The thread that collects the guest's reports.
@@ -59,7 +63,8 @@ pub struct Listener(JoinHandle<Transcript>);
 
 impl Listener {
     /// Listens to `events` until their sender is gone. Ends the run of `control` after `patience`
-    /// without an event.
+    /// without an event and without an exit, of which `exits` tells the number, or after many times
+    /// as long without an event.
     ///
     /// # Errors
     /// If the system refuses a thread.
@@ -67,17 +72,26 @@ impl Listener {
         events: Receiver<Event>,
         control: Arc<RunControl>,
         patience: Duration,
+        mut exits: impl FnMut() -> u64 + Send + 'static,
         mut say: impl FnMut(&str) + Send + 'static,
     ) -> io::Result<Self> {
         let listen = move || {
             let mut transcript = Transcript::default();
+            let (mut silent, mut before) = (0, exits());
             loop {
                 match events.recv_timeout(patience) {
-                    Ok(event) => transcript.take(event, &mut say),
+                    Ok(event) => {
+                        transcript.take(event, &mut say);
+                        (silent, before) = (0, exits());
+                    }
                     Err(RecvTimeoutError::Timeout) => {
-                        transcript.stalled = true;
-                        control.end(RunEnd::Quit);
-                        return transcript;
+                        silent += 1;
+                        let sleeps = std::mem::replace(&mut before, exits()) == before;
+                        if sleeps || silent == BUSY {
+                            transcript.silence = Some(patience * silent);
+                            control.end(RunEnd::Quit);
+                            return transcript;
+                        }
                     }
                     Err(RecvTimeoutError::Disconnected) => return transcript,
                 }
@@ -150,7 +164,7 @@ mod tests {
         let said = Arc::new(Mutex::new(Vec::new()));
         let heard = said.clone();
         let say = move |line: &str| heard.lock().unwrap().push(line.to_owned());
-        let listener = Listener::start(received, control.clone(), PATIENCE, say).unwrap();
+        let listener = Listener::start(received, control.clone(), PATIENCE, || 0, say).unwrap();
         let measured = Measurement {
             exits: [1; 7],
             kvm_exits: Some(9),
@@ -181,7 +195,7 @@ mod tests {
         drop(events);
         let transcript = listener.finish();
         assert_eq!(*said.lock().unwrap(), ["hello"]);
-        assert!(!transcript.stalled && control.end_reason().is_none());
+        assert!(transcript.silence.is_none() && control.end_reason().is_none());
         assert_eq!(transcript.last_line, "@off");
         assert_eq!(transcript.checked, [("pci".to_owned(), 2)]);
         let (load, counted) = transcript.load.unwrap();
@@ -202,11 +216,21 @@ mod tests {
 
     #[test]
     fn a_silent_guest_is_ended() {
-        let (_events, received) = mpsc::channel();
-        let control = Arc::new(RunControl::new().unwrap());
-        let patience = Duration::from_millis(20);
-        let listener = Listener::start(received, control.clone(), patience, |_| ()).unwrap();
-        assert!(listener.finish().stalled);
-        assert!(matches!(control.end_reason(), Some(RunEnd::Quit)));
+        let patience = Duration::from_millis(2);
+        // Without an exit at once, and later while it exits, or once it does not.
+        for (exits, waits) in [(0, 1), (3, 3), (u64::MAX, BUSY)] {
+            let (_events, received) = mpsc::channel();
+            let control = Arc::new(RunControl::new().unwrap());
+            let mut asked = 0;
+            let count = move || {
+                asked += 1;
+                exits.min(asked)
+            };
+            let say = |_: &str| ();
+            let listener = Listener::start(received, control.clone(), patience, count, say);
+            let silence = listener.unwrap().finish().silence;
+            assert_eq!(silence, Some(patience * waits), "{exits}");
+            assert!(matches!(control.end_reason(), Some(RunEnd::Quit)));
+        }
     }
 }

@@ -48,8 +48,8 @@ pub(super) const DATA: usize = 4 << 20;
 const CONTROL: usize = 32;
 const STATUS: usize = 16;
 
-/// Time limit in ticks of the time stamp counter, several seconds: no step takes as long.
-const PATIENCE: u64 = 30_000_000_000;
+/// Time limit in ticks of the time stamp counter, about a minute: no step takes as long.
+const PATIENCE: u64 = 180_000_000_000;
 /// The least number of status reads before a time-out: the counter goes on while the whole VMM is
 /// stopped.
 const LOOKS: u32 = 20_000;
