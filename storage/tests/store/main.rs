@@ -1,7 +1,7 @@
 //! The store from outside: its promises, tested on files that a crash, simulated by copying them,
 //! leaves behind. One program, for each one takes a second to link.
 
-mod changes;
+mod bench;
 mod checkpoint;
 mod close;
 mod commits;
@@ -9,18 +9,17 @@ mod damage;
 mod evidence;
 mod examples;
 mod exports;
-mod history;
 mod identity;
 mod killed;
 mod log_size;
-mod looks;
 mod marks;
 mod members;
 mod memory;
+mod past;
 mod progress;
 mod replica;
 mod retain;
-mod rewind;
+mod rewinds;
 mod rot;
 mod saved;
 mod sharing;
