@@ -1,6 +1,5 @@
 //! How many bytes a checkpoint writes, and how much memory the index takes until then.
 
-
 use crate::support::{TestDisk, flush, wait};
 use walvisor_storage::{
     BackendQueue, Buffer, DiskOptions, LogCounters, Logged, Operation, Store, StoreOptions,

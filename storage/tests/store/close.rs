@@ -1,6 +1,5 @@
 //! Closing takes bounded time: what is not copied by then stays in the log.
 
-
 use std::time::Duration;
 
 use crate::support::{TestDisk, flush, read, small, wait_until, write};

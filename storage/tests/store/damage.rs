@@ -1,6 +1,5 @@
 //! Logs and disks that are damaged, cut off, or not what they should be.
 
-
 use std::os::unix::fs::FileExt;
 use std::path::Path;
 

@@ -1,23 +1,22 @@
 //! No command takes away the proof that a durable record is damaged.
 //!
 //! A batch that was durable and rots is told from a torn one by headers behind it, which say how
-//! far the log was durable. These may be in a segment that is no part of the log any more: a void
-//! one, or one whose own header has rotted.
+//! far the log was durable. These may be in a segment that is no part of the log: a void one, or one
+//! whose own header has rotted.
 
-
-use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 
-use crate::support::{copy_image, flush, mark, read, wait, write};
 use walvisor_storage::{
-    BackendQueue, Commit, DiskOptions, ErrorKind, MarkText, Point, Result, Retention, Store,
-    StoreOptions, clone_disk, create_disk, discard_log, dump_records, export_disk, import_disk,
-    inspect, leave_log, move_to_log, resize_disk, resize_log, restore_disk, rewind_disk,
+    BackendQueue, ErrorKind, Point, Result, Retention, Store, StoreOptions, clone_disk,
+    create_disk, discard_log, dump_records, import_disk, leave_log, move_to_log, resize_disk,
+    resize_log, rewind_disk,
 };
 
-const SIZE: u64 = 1 << 20;
+use crate::support::{
+    MIB, TestDisk, all, commit, copy_image, mark, port, put, read, refused, wait, write,
+};
+
 const SEGMENT: u64 = 64 << 10;
-const SEGMENTS: u32 = 32;
 /// The record of disk `a` that rots. Its sectors then have the byte 2, and had 1 before.
 const DAMAGED: u64 = 3;
 
@@ -30,410 +29,313 @@ enum Proof {
     Suspect,
 }
 
+const PROOFS: [Proof; 2] = [Proof::Void, Proof::Suspect];
+
 fn options() -> StoreOptions {
     StoreOptions {
         segment_size: SEGMENT,
-        max_segments: SEGMENTS,
+        max_segments: 32,
         ..StoreOptions::default()
     }
 }
 
-/// Two disks on one log, in a directory of their own.
-struct Bench {
-    top: tempfile::TempDir,
+fn far(place: &TestDisk) -> PathBuf {
+    place.segment(12)
 }
 
-impl Bench {
-    fn at(&self, name: &str) -> PathBuf {
-        self.top.path().join(name)
-    }
+/// A log with a damaged record, and the proof that it was durable.
+fn damaged(proof: Proof) -> TestDisk {
+    let place = cut(proof);
+    rot(&place);
+    place
+}
 
-    fn a(&self) -> PathBuf {
-        self.at("a")
-    }
-
-    fn b(&self) -> PathBuf {
-        self.at("b")
-    }
-
-    fn log(&self) -> PathBuf {
-        self.at("log")
-    }
-
-    fn open(&self) -> Result<Store> {
-        self.open_keeping(None)
-    }
-
-    fn open_keeping(&self, retain: Option<Retention>) -> Result<Store> {
-        let disks = [self.a(), self.b()].map(DiskOptions::new);
-        let options = StoreOptions {
-            retain,
-            ..options()
-        };
-        Store::open(&self.log(), &disks, &options)
-    }
-
-    /// A copy of the files, as a process killed now would leave them. If the control file or a mark
-    /// is written meanwhile, the copy is repeated: it would mix two moments.
-    fn copy(&self) -> Self {
-        let state = || {
-            let control = std::fs::read(self.log().join("control")).unwrap();
-            (control, mark(&self.a()), mark(&self.b()))
-        };
-        loop {
-            let before = state();
-            let copy = Self {
-                top: tempfile::tempdir().unwrap(),
-            };
-            copy_dir(self.top.path(), copy.top.path());
-            if state() == before {
-                return copy;
-            }
+/// A log that a power cut has torn behind its durable records.
+fn cut(proof: Proof) -> TestDisk {
+    let place = TestDisk::made(&["a", "b"], MIB, options());
+    let store = place.open();
+    let [a, b] = [0, 1].map(|disk| &store.disks()[disk]);
+    commit(a, 0, 1, 8);
+    commit(b, 0, 1, 8);
+    commit(a, 0, 2, 8);
+    // These reach the medium and are not synced: no header says that they were durable.
+    let mut unsynced = b.open_port().unwrap();
+    for _ in 0..3 {
+        write(&mut unsynced, 32, 9, 32);
+        if !unsynced.notify_written(7) {
+            unsynced.kick();
+            assert!(wait(&mut unsynced, 1)[0].result.is_ok());
         }
     }
+    let killed = place.crash();
+    drop(unsynced);
+    drop(store);
+    tear(&killed, proof);
+    killed
+}
 
-    /// A log with a damaged record, and the proof that it was durable.
-    fn damaged(proof: Proof) -> Self {
-        let bench = Self::cut(proof);
-        bench.rot();
-        bench
+/// The LSNs of the log's records, their segments, and where their payloads are.
+fn records(place: &TestDisk) -> Vec<(u64, PathBuf, u64)> {
+    let mut records = Vec::new();
+    dump_records(&place.log(), &mut |record| {
+        records.push((record.lsn, record.segment.to_owned(), record.offset));
+    })
+    .unwrap();
+    records
+}
+
+/// Changes the payload of the record.
+fn rot(place: &TestDisk) {
+    let records = records(place);
+    let (_, segment, payload) = records.iter().find(|(lsn, ..)| *lsn == DAMAGED).unwrap();
+    put(segment, payload + 100, &[0xee]);
+}
+
+fn tear(place: &TestDisk, proof: Proof) {
+    let records = records(place);
+    let (_, first, _) = records.iter().find(|(lsn, ..)| *lsn == DAMAGED).unwrap();
+    let behind = records.iter().filter(|(lsn, ..)| *lsn > DAMAGED);
+    let (same, next): (Vec<_>, Vec<_>) = behind.partition(|(_, segment, _)| segment == first);
+    assert!(!same.is_empty() && !next.is_empty(), "{records:?}");
+    // The power cut took what follows in the same segment, with the headers.
+    for (_, segment, offset) in same {
+        put(segment, offset - 4096, &[0; 4096]);
     }
-
-    /// A log that a power cut has torn behind its durable records.
-    fn cut(proof: Proof) -> Self {
-        let bench = Self {
-            top: tempfile::tempdir().unwrap(),
-        };
-        for disk in [bench.a(), bench.b()] {
-            create_disk(&disk, SIZE, &bench.log(), &options()).unwrap();
-        }
-        let store = bench.open().unwrap();
-        let [mut a, mut b] = [0, 1].map(|disk| store.disks()[disk].open_port().unwrap());
-        write(&mut a, 0, 1, 8);
-        flush(&mut a);
-        write(&mut b, 0, 1, 8);
-        flush(&mut b);
-        write(&mut a, 0, 2, 8);
-        flush(&mut a);
-        // These reach the medium and are not synced: no header says that they were durable.
-        for _ in 0..3 {
-            write(&mut b, 32, 9, 32);
-            if !b.notify_written(7) {
-                b.kick();
-                assert!(wait(&mut b, 1)[0].result.is_ok());
-            }
-        }
-        let killed = bench.copy();
-        drop((a, b));
-        drop(store);
-        killed.tear(proof);
-        killed
-    }
-
-    /// The LSNs of the log's records, their segments, and where their payloads are.
-    fn records(&self) -> Vec<(u64, PathBuf, u64)> {
-        let mut records = Vec::new();
-        dump_records(&self.log(), &mut |record| {
-            records.push((record.lsn, record.segment.to_owned(), record.offset));
-        })
-        .unwrap();
-        records
-    }
-
-    /// Changes the payload of the record.
-    fn rot(&self) {
-        let records = self.records();
-        let (_, segment, payload) = records.iter().find(|(lsn, ..)| *lsn == DAMAGED).unwrap();
-        change(segment, payload + 100, &[0xee]);
-    }
-
-    fn tear(&self, proof: Proof) {
-        let records = self.records();
-        let (_, first, _) = records.iter().find(|(lsn, ..)| *lsn == DAMAGED).unwrap();
-        let behind = records.iter().filter(|(lsn, ..)| *lsn > DAMAGED);
-        let (same, next): (Vec<_>, Vec<_>) = behind.partition(|(_, segment, _)| segment == first);
-        assert!(!same.is_empty() && !next.is_empty(), "{records:?}");
-        // The power cut took what follows in the same segment, with the headers.
-        for (_, segment, offset) in same {
-            change(segment, offset - 4096, &[0; 4096]);
-        }
-        // The number of a file has no meaning. This one is beyond those of a smaller log.
-        let (next, far) = (&next[0].1, self.log().join("segment-00012"));
-        std::fs::rename(next, &far).unwrap();
-        if proof == Proof::Suspect {
-            change(&far, 0, &[0xee; 64]);
-        }
-    }
-
-    /// What `disk check` names as damaged.
-    fn named(&self) -> Vec<u64> {
-        let log = inspect(&self.a(), &self.log()).unwrap().log.unwrap();
-        log.damaged.iter().map(|block| block.lsn).collect()
-    }
-
-    fn export(&self, disk: &Path) -> Result<Vec<u8>> {
-        let raw = self.at("exported");
-        export_disk(disk, &self.log(), &raw, true, None, &mut |_, _| {})?;
-        Ok(std::fs::read(raw).unwrap())
-    }
-
-    /// Opens the log, does something, and is killed.
-    fn killed_after(&mut self, work: impl FnOnce(&mut Store) -> Result<()>) -> Result<()> {
-        let mut store = self.open()?;
-        let done = work(&mut store);
-        let killed = self.copy();
-        // Closing copies what it can.
-        let _ = store.close();
-        *self = killed;
-        done
+    // The number of a file has no meaning. This one is beyond those of a smaller log.
+    std::fs::rename(&next[0].1, far(place)).unwrap();
+    if proof == Proof::Suspect {
+        put(&far(place), 0, &[0xee; 64]);
     }
 }
 
-fn change(segment: &Path, offset: u64, bytes: &[u8]) {
-    let file = std::fs::File::options().write(true).open(segment).unwrap();
-    file.write_all_at(bytes, offset).unwrap();
+/// What `disk check` names as damaged.
+fn named(place: &TestDisk) -> Vec<u64> {
+    place
+        .report()
+        .damaged
+        .iter()
+        .map(|block| block.lsn)
+        .collect()
 }
 
-/// Copies files and the images' marks. A segment file that is being made is left out.
-fn copy_dir(from: &Path, to: &Path) {
-    for entry in std::fs::read_dir(from).unwrap() {
-        let entry = entry.unwrap();
-        if entry.file_name().to_string_lossy().ends_with(".new") {
-            continue;
+/// A copy with everything in it, spill files included.
+fn copied(place: &TestDisk) -> TestDisk {
+    let copy = TestDisk::within(None, &["a", "b"], options());
+    std::fs::create_dir(copy.log()).unwrap();
+    for file in place.files("").into_iter().chain(place.disks()) {
+        copy_image(
+            &file,
+            &copy.top.join(file.strip_prefix(&place.top).unwrap()),
+        );
+    }
+    copy
+}
+
+/// Opens the log, does something, and is killed: the files of that moment take the place of these.
+fn killed_with(
+    place: &mut TestDisk,
+    retain: Option<Retention>,
+    work: impl FnOnce(&mut Store) -> Result<()>,
+) -> Result<()> {
+    let options = StoreOptions {
+        retain,
+        ..options()
+    };
+    let mut store = place.try_open(&options)?;
+    let done = work(&mut store);
+    // Threads may be writing the control file or a mark: what mixes two moments is no kill.
+    let state = |place: &TestDisk| {
+        let control = std::fs::read(place.log().join("control")).unwrap();
+        (
+            control,
+            place
+                .disks()
+                .iter()
+                .map(|disk| mark(disk))
+                .collect::<Vec<_>>(),
+        )
+    };
+    let killed = loop {
+        let before = state(place);
+        let copy = copied(place);
+        if state(place) == before && state(&copy) == before {
+            break copy;
         }
-        let to = to.join(entry.file_name());
-        if entry.file_type().unwrap().is_dir() {
-            std::fs::create_dir(&to).unwrap();
-            copy_dir(&entry.path(), &to);
+    };
+    // Closing copies what it can.
+    let _ = store.close();
+    *place = killed;
+    done
+}
+
+fn killed(place: &mut TestDisk, work: impl FnOnce(&mut Store) -> Result<()>) -> Result<()> {
+    killed_with(place, None, work)
+}
+
+/// Writes more to the other disk than the log holds.
+fn fill_log(store: &mut Store) -> Result<()> {
+    (0..20).for_each(|byte| commit(&store.disks()[1], 64, byte, 32));
+    Ok(())
+}
+
+fn export(store: &Store, place: &Path, disk: usize) -> Result<()> {
+    let (target, disk) = (std::fs::File::create(place).unwrap(), &store.disks()[disk]);
+    match disk.path().ends_with("a") {
+        true => disk.export(target, &mut |_, _| true).map(drop),
+        false => disk
+            .export_at(Point::Newest, target, &mut |_, _| true)
+            .map(drop),
+    }
+}
+
+fn cloned(place: &TestDisk, disk: usize) -> Result<()> {
+    let (new, log, disk) = (place.at("c"), place.at("c.wal"), &place.disks()[disk]);
+    clone_disk(
+        disk,
+        &place.log(),
+        None,
+        &new,
+        &log,
+        &options(),
+        &mut |_, _| {},
+    )
+    .map(drop)
+}
+
+/// Leaves the log, or moves to a new one.
+fn gone(place: &TestDisk, disk: usize, moves: bool) -> Result<()> {
+    let (log, disks) = (place.log(), place.disks());
+    let others = [disks[1 - disk].clone()];
+    if moves {
+        move_to_log(&disks[disk], &log, &place.at("new"), &options(), &others)
+    } else {
+        leave_log(&disks[disk], &log, &others).map(drop)
+    }
+}
+
+fn removed(place: &mut TestDisk, disk: usize, keeping: bool) -> Result<()> {
+    let path = place.disks()[disk].clone();
+    killed(place, |store| {
+        // The other disk's own records are copied by this.
+        assert!(disk == 0 || store.disks()[1].checkpoint().is_err());
+        if keeping {
+            store.remove_disk_keeping_records(&path)
         } else {
-            copy_image(&entry.path(), &to);
+            store.remove_disk(&path)
         }
-    }
+    })
 }
 
-type Command = fn(&mut Bench) -> Result<()>;
-
-/// What a command is expected to do.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Expectation {
-    Done,
-    /// With an error that names the damage.
-    Refused,
+fn resized(place: &TestDisk, bytes: u64, shrink: bool) -> Result<()> {
+    resize_disk(
+        &place.disk,
+        bytes,
+        &place.log(),
+        shrink,
+        &place.disks()[1..],
+    )
+    .map(drop)
 }
 
-/// Every command that removes, reuses or rewrites a segment or a slot of the control file.
-const COMMANDS: &[(&str, Expectation, Command)] = &[
-    ("open and be killed", Expectation::Done, |bench| {
-        bench.killed_after(|_| Ok(()))
+type Command = fn(&mut TestDisk) -> Result<()>;
+
+/// Every command that removes, reuses or rewrites a segment or a slot of the control file, and
+/// whether it is carried out or refused with an error that names the damage.
+#[rustfmt::skip]
+const COMMANDS: &[(&str, bool, Command)] = &[
+    ("open and be killed", true, |place| killed(place, |_| Ok(()))),
+    ("open twice", true, |place| killed(place, |_| Ok(())).and_then(|()| killed(place, |_| Ok(())))),
+    ("open and close", false, |place| place.try_open(&options())?.close()),
+    ("close a log with history", true, |place| {
+        let options = StoreOptions { retain: Some(Retention::All), ..options() };
+        place.try_open(&options)?.close()
     }),
-    ("open and close", Expectation::Refused, |bench| {
-        bench.open()?.close()
+    ("write all over the log", true, |place| killed(place, fill_log)),
+    ("retain expires", true, |place| killed_with(place, Some(Retention::Bytes(SEGMENT)), fill_log)),
+    ("set-retain", true, |place| {
+        killed(place, |store| store.disks()[0].set_retain(Retention::Bytes(SEGMENT)))
     }),
-    ("open twice", Expectation::Done, |bench| {
-        bench.killed_after(|_| Ok(()))?;
-        bench.killed_after(|_| Ok(()))
+    ("checkpoint", false, |place| killed(place, |store| store.disks()[0].checkpoint().map(drop))),
+    ("snapshot", true, |place| {
+        killed(place, |store| store.disks()[0].snapshot("s".parse()?).map(drop))
     }),
-    ("write all over the log", Expectation::Done, |bench| {
-        bench.killed_after(|store| {
-            let mut port = store.disks()[1].open_port()?;
-            for byte in 0..20 {
-                write(&mut port, 64, byte, 32);
-                flush(&mut port);
-            }
-            Ok(())
-        })
+    ("snapshot-delete", true, |place| killed(place, |store| {
+        store.disks()[0].snapshot("s".parse()?)?;
+        store.disks()[0].delete_snapshot("s".parse()?)
+    })),
+    ("mark", true, |place| killed(place, |store| store.mark(&"here".parse()?).map(drop))),
+    ("add a disk", true, |place| {
+        let added = place.at("c");
+        std::fs::write(&added, vec![0; MIB as usize]).unwrap();
+        killed(place, |store| store.add_disk(&walvisor_storage::DiskOptions::new(added)).map(drop))
     }),
-    ("checkpoint", Expectation::Refused, |bench| {
-        bench.killed_after(|store| store.disks()[0].checkpoint().map(drop))
+    ("remove the disk", false, |place| removed(place, 0, false)),
+    ("remove the other disk", true, |place| removed(place, 1, false)),
+    ("remove the other disk, keeping its records", true, |place| removed(place, 1, true)),
+    ("restore in place, in use, the other disk", false, |place| {
+        killed(place, |store| store.disks()[1].rewind(Point::Lsn(1)).map(drop))
     }),
-    ("snapshot", Expectation::Done, |bench| {
-        bench.killed_after(|store| store.disks()[0].snapshot("s".parse().unwrap()).map(drop))
+    ("restore in place, the other disk", true, |place| {
+        rewind_disk(&place.disks()[1], &place.log(), Point::Lsn(1)).map(drop)
     }),
-    ("snapshot-delete", Expectation::Done, |bench| {
-        bench.killed_after(|store| {
-            store.disks()[0].snapshot("s".parse().unwrap())?;
-            store.disks()[0].delete_snapshot("s".parse().unwrap())
-        })
+    ("restore in place and undo", true, |place| {
+        let done = rewind_disk(&place.disk, &place.log(), Point::Lsn(1))?;
+        rewind_disk(&place.disk, &place.log(), Point::Lsn(done.from_lsn)).map(drop)
     }),
-    ("mark", Expectation::Done, |bench| {
-        let text: MarkText = "here".parse().unwrap();
-        bench.killed_after(|store| store.mark(&text).map(|_: Commit| ()))
+    ("export in use", false, |place| {
+        let live = place.at("live");
+        killed(place, |store| export(store, &live, 0))
     }),
-    ("set-retain", Expectation::Done, |bench| {
-        bench.killed_after(|store| store.disks()[0].set_retain(Retention::Bytes(SEGMENT)))
+    ("export in use, the other disk", true, |place| {
+        let live = place.at("live");
+        killed(place, |store| export(store, &live, 1))
     }),
-    ("retain expires", Expectation::Done, |bench| {
-        let store = bench.open_keeping(Some(Retention::Bytes(SEGMENT)))?;
-        let mut port = store.disks()[1].open_port()?;
-        for byte in 0..20 {
-            write(&mut port, 64, byte, 32);
-            flush(&mut port);
-        }
-        drop(port);
-        let killed = bench.copy();
-        drop(store);
-        *bench = killed;
-        Ok(())
+    ("export", false, |place| place.exported(&place.disk).map(drop)),
+    ("restore the point", false, |place| place.as_of(&place.disk, Point::Lsn(DAMAGED)).map(drop)),
+    ("clone", false, |place| cloned(place, 0)),
+    ("clone the other disk", true, |place| cloned(place, 1)),
+    ("grow in use", true, |place| killed(place, |store| store.disks()[0].grow(2 * MIB).map(drop))),
+    ("grow", true, |place| resized(place, 2 * MIB, false)),
+    ("shrink", false, |place| resized(place, 4096, true)),
+    ("log resize to less", false, |place| resize_log(&place.log(), 4 * SEGMENT).map(drop)),
+    ("log resize to more", true, |place| resize_log(&place.log(), 64 * SEGMENT).map(drop)),
+    ("leave", false, |place| gone(place, 0, false)),
+    ("leave, the other disk", false, |place| gone(place, 1, false)),
+    ("move-log", false, |place| gone(place, 0, true)),
+    ("move-log, the other disk", false, |place| gone(place, 1, true)),
+    ("move-log to it", true, |place| {
+        let (disk, log) = (place.at("c"), place.at("c.wal"));
+        create_disk(&disk, MIB, &log, &options())?;
+        move_to_log(&disk, &log, &place.log(), &options(), &[])
     }),
-    ("close a log with history", Expectation::Done, |bench| {
-        bench.open_keeping(Some(Retention::All))?.close()
+    ("create", true, |place| create_disk(&place.at("c"), MIB, &place.log(), &options())),
+    ("import", true, |place| {
+        let (new, raw) = (place.at("c"), place.at("raw"));
+        std::fs::write(&raw, vec![5; MIB as usize]).unwrap();
+        import_disk(&new, &raw, &place.log(), &options(), &mut |_, _| {}).map(drop)
     }),
-    ("add a disk", Expectation::Done, |bench| {
-        std::fs::write(bench.at("c"), vec![0; SIZE as usize]).unwrap();
-        let added = DiskOptions::new(bench.at("c"));
-        bench.killed_after(|store| store.add_disk(&added).map(drop))
-    }),
-    ("remove the other disk", Expectation::Done, |bench| {
-        let removed = bench.b();
-        bench.killed_after(|store| {
-            // Its own records are copied by this.
-            assert!(store.disks()[1].checkpoint().is_err());
-            store.remove_disk(&removed)
-        })
-    }),
-    ("remove the disk", Expectation::Refused, |bench| {
-        let removed = bench.a();
-        bench.killed_after(|store| store.remove_disk(&removed))
-    }),
-    (
-        "remove the other disk, keeping its records",
-        Expectation::Done,
-        |bench| {
-            let removed = bench.b();
-            bench.killed_after(|store| {
-                assert!(store.disks()[1].checkpoint().is_err());
-                store.remove_disk_keeping_records(&removed)
-            })
-        },
-    ),
-    (
-        "restore in place, in use, the other disk",
-        Expectation::Refused,
-        |bench| bench.killed_after(|store| store.disks()[1].rewind(Point::Lsn(1)).map(drop)),
-    ),
-    ("export in use", Expectation::Refused, |bench| {
-        let target = std::fs::File::create(bench.at("live")).unwrap();
-        bench.killed_after(|store| store.disks()[0].export(target, &mut |_, _| true).map(drop))
-    }),
-    (
-        "export in use, the other disk",
-        Expectation::Done,
-        |bench| {
-            let target = std::fs::File::create(bench.at("live")).unwrap();
-            bench.killed_after(|store| {
-                let disk = &store.disks()[1];
-                disk.export_at(Point::Newest, target, &mut |_, _| true)
-                    .map(drop)
-            })
-        },
-    ),
-    ("grow in use", Expectation::Done, |bench| {
-        bench.killed_after(|store| store.disks()[0].grow(2 * SIZE).map(drop))
-    }),
-    ("log resize to less", Expectation::Refused, |bench| {
-        resize_log(&bench.log(), 4 * SEGMENT).map(drop)
-    }),
-    ("log resize to more", Expectation::Done, |bench| {
-        resize_log(&bench.log(), 64 * SEGMENT).map(drop)
-    }),
-    ("grow", Expectation::Done, |bench| {
-        resize_disk(&bench.a(), 2 * SIZE, &bench.log(), false, &[bench.b()]).map(drop)
-    }),
-    ("shrink", Expectation::Refused, |bench| {
-        resize_disk(&bench.a(), 4096, &bench.log(), true, &[bench.b()]).map(drop)
-    }),
-    ("leave", Expectation::Refused, |bench| {
-        leave_log(&bench.a(), &bench.log(), &[bench.b()]).map(drop)
-    }),
-    ("leave, the other disk", Expectation::Refused, |bench| {
-        leave_log(&bench.b(), &bench.log(), &[bench.a()]).map(drop)
-    }),
-    ("move-log", Expectation::Refused, |bench| {
-        move_to_log(
-            &bench.a(),
-            &bench.log(),
-            &bench.at("new"),
-            &options(),
-            &[bench.b()],
-        )
-    }),
-    ("move-log, the other disk", Expectation::Refused, |bench| {
-        move_to_log(
-            &bench.b(),
-            &bench.log(),
-            &bench.at("new"),
-            &options(),
-            &[bench.a()],
-        )
-    }),
-    ("move-log to it", Expectation::Done, |bench| {
-        create_disk(&bench.at("c"), SIZE, &bench.at("c.wal"), &options())?;
-        move_to_log(
-            &bench.at("c"),
-            &bench.at("c.wal"),
-            &bench.log(),
-            &options(),
-            &[],
-        )
-    }),
-    ("create", Expectation::Done, |bench| {
-        create_disk(&bench.at("c"), SIZE, &bench.log(), &options())
-    }),
-    ("import", Expectation::Done, |bench| {
-        std::fs::write(bench.at("raw"), vec![5; SIZE as usize]).unwrap();
-        let (new, raw) = (bench.at("c"), bench.at("raw"));
-        let none = &mut |_, _| {};
-        import_disk(&new, &raw, &bench.log(), &options(), none).map(drop)
-    }),
-    ("clone", Expectation::Refused, |bench| {
-        let (new, log) = (bench.at("c"), bench.at("c.wal"));
-        let none = &mut |_, _| {};
-        clone_disk(&bench.a(), &bench.log(), None, &new, &log, &options(), none).map(drop)
-    }),
-    ("clone the other disk", Expectation::Done, |bench| {
-        let (new, log) = (bench.at("c"), bench.at("c.wal"));
-        let none = &mut |_, _| {};
-        clone_disk(&bench.b(), &bench.log(), None, &new, &log, &options(), none).map(drop)
-    }),
-    ("export", Expectation::Refused, |bench| {
-        bench.export(&bench.a()).map(drop)
-    }),
-    ("restore the point", Expectation::Refused, |bench| {
-        let (at, raw) = (Point::Lsn(DAMAGED), bench.at("restored"));
-        let none = &mut |_, _| {};
-        restore_disk(&bench.a(), &bench.log(), at, &raw, None, none).map(drop)
-    }),
-    (
-        "restore in place, the other disk",
-        Expectation::Done,
-        |bench| rewind_disk(&bench.b(), &bench.log(), Point::Lsn(1)).map(drop),
-    ),
-    ("restore in place and undo", Expectation::Done, |bench| {
-        let done = rewind_disk(&bench.a(), &bench.log(), Point::Lsn(1))?;
-        rewind_disk(&bench.a(), &bench.log(), Point::Lsn(done.from_lsn)).map(drop)
-    }),
-    ("discard of the other disk", Expectation::Done, |bench| {
-        discard_log(&bench.b(), &bench.log()).map(drop)
-    }),
+    ("discard of the other disk", true, |place| discard_log(&place.disks()[1], &place.log()).map(drop)),
 ];
 
 #[test]
 fn no_command_takes_the_proof_of_damage_away() {
     let mut wrong = Vec::new();
-    for proof in [Proof::Void, Proof::Suspect] {
-        let damaged = Bench::damaged(proof);
-        assert_eq!(damaged.named(), [DAMAGED], "{proof:?}");
+    for proof in PROOFS {
+        let damaged = damaged(proof);
+        assert_eq!(named(&damaged), [DAMAGED], "{proof:?}");
         for (name, expected, command) in COMMANDS {
-            let mut bench = damaged.copy();
-            let done = command(&mut bench);
-            let did = match &done {
-                Ok(()) => Expectation::Done,
-                Err(error) if error.kind() == ErrorKind::Damaged => Expectation::Refused,
-                Err(error) => panic!("{name}, proof in {proof:?}: {error}"),
-            };
-            let exported = bench.export(&bench.a()).map_err(|error| error.kind());
-            let kept = bench.named() == [DAMAGED] && exported == Err(ErrorKind::Damaged);
-            if did != *expected || !kept {
+            let mut place = copied(&damaged);
+            let done = command(&mut place);
+            if let Err(error) = &done {
+                assert_eq!(
+                    error.kind(),
+                    ErrorKind::Damaged,
+                    "{name}, proof in {proof:?}: {error}"
+                );
+            }
+            let exported = place.exported(&place.disk).map_err(|error| error.kind());
+            let kept = named(&place) == [DAMAGED] && exported == Err(ErrorKind::Damaged);
+            if done.is_ok() != *expected || !kept {
                 wrong.push(format!(
                     "{name}, proof in {proof:?}: kept: {kept}, {done:?}"
                 ));
@@ -446,48 +348,41 @@ fn no_command_takes_the_proof_of_damage_away() {
 /// What was damaged is given up only by the command that says so. The other disk keeps its records.
 #[test]
 fn only_a_discard_gives_damage_up() {
-    for proof in [Proof::Void, Proof::Suspect] {
-        let bench = Bench::damaged(proof);
-        let other = bench.export(&bench.b()).unwrap();
-        discard_log(&bench.a(), &bench.log()).unwrap();
-        assert_eq!(bench.named(), [0; 0]);
-        assert!(bench.export(&bench.b()).unwrap() == other);
-        let store = bench.open().unwrap();
-        let mut port = store.disks()[0].open_port().unwrap();
-        assert!(read(&mut port, 0, 8).iter().all(|&byte| byte == 0));
-        drop(port);
+    for proof in PROOFS {
+        let place = damaged(proof);
+        let other = &place.disks()[1];
+        let before = place.exported(other).unwrap();
+        discard_log(&place.disk, &place.log()).unwrap();
+        assert_eq!(named(&place), [0; 0]);
+        assert!(place.exported(other).unwrap() == before);
+        let store = place.open();
+        assert!(all(&read(&mut port(&store, 0), 0, 8), 0));
         store.close().unwrap();
-        assert_eq!(bench.named(), [0; 0]);
+        assert_eq!(named(&place), [0; 0]);
     }
 }
 
-/// What the removed files prove is in the control file: also what rots later is no torn write.
+/// What the removed files prove is in the control file: also what rots later is no torn write. A
+/// file that may have been part of the log is not removed.
 #[test]
 fn a_smaller_log_still_knows_that_its_last_batch_was_durable() {
-    let bench = Bench::cut(Proof::Void);
-    assert_eq!(bench.named(), [0; 0]);
-    resize_log(&bench.log(), 4 * SEGMENT).unwrap();
-    assert!(!bench.log().join("segment-00012").exists());
-    bench.rot();
-    assert_eq!(bench.named(), [DAMAGED]);
-    let open = bench.open().unwrap();
-    drop(open);
-    assert_eq!(bench.named(), [DAMAGED]);
-}
-
-#[test]
-fn a_file_that_may_have_been_part_of_the_log_is_not_removed() {
-    let bench = Bench::cut(Proof::Suspect);
-    assert_eq!(bench.named(), [0; 0]);
-    let file = bench.log().join("segment-00012");
-    let error = resize_log(&bench.log(), 4 * SEGMENT).unwrap_err();
-    assert_eq!(error.kind(), ErrorKind::Damaged);
-    let text = error.to_string();
-    assert!(
-        text.contains(&format!("move {} elsewhere", file.display())),
-        "{text}"
-    );
-    std::fs::rename(&file, bench.at("moved")).unwrap();
-    resize_log(&bench.log(), 4 * SEGMENT).unwrap();
-    assert_eq!(bench.named(), [0; 0]);
+    for proof in PROOFS {
+        let place = cut(proof);
+        assert_eq!(named(&place), [0; 0]);
+        let shrink = || resize_log(&place.log(), 4 * SEGMENT);
+        if proof == Proof::Suspect {
+            let part = format!("move {} elsewhere", far(&place).display());
+            assert_eq!(refused(shrink(), &part), ErrorKind::Damaged);
+            std::fs::rename(far(&place), place.at("moved")).unwrap();
+            shrink().unwrap();
+            assert_eq!(named(&place), [0; 0]);
+            continue;
+        }
+        shrink().unwrap();
+        assert!(!far(&place).exists());
+        rot(&place);
+        assert_eq!(named(&place), [DAMAGED]);
+        drop(place.open());
+        assert_eq!(named(&place), [DAMAGED]);
+    }
 }

@@ -1,7 +1,6 @@
 //! Exports of a disk whose log keeps history, beside a guest that fills the log faster than the
 //! export copies: the copy is the disk at one moment, and no write fails.
 
-
 use std::fs::File;
 use std::process::Command;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};

@@ -2,7 +2,6 @@
 //! test is in a file, and so a process, of its own: between fork and exec, a child holds the locks
 //! of every other test in its parent.
 
-
 use std::io::{BufRead, BufReader};
 use std::path::Path;
 

@@ -1,6 +1,5 @@
 //! Logs of another size: what they hold is kept, wherever in the ring it is.
 
-
 use crate::support::{TestDisk, flush, read, small, write};
 use walvisor_storage::{
     DiskOptions, EngineKind, ErrorKind, Retention, Store, StoreOptions, default_log_dir, resize_log,

@@ -21,8 +21,8 @@ mod replica;
 mod retain;
 mod rewinds;
 mod rot;
-mod saved;
 mod sharing;
+mod snapshots;
 mod space;
 mod summaries;
 #[path = "../support/mod.rs"]

@@ -1,7 +1,6 @@
 //! Marks in a log: durable when they are made, found by a dump, gone with the history, and of no
 //! consequence for the disks.
 
-
 use std::os::unix::fs::FileExt;
 use std::path::PathBuf;
 

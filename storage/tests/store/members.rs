@@ -3,7 +3,6 @@
 //! `WALVISOR_MEMBER_CYCLES=N` makes it N additions and removals, and prints how long the flushes of
 //! the other disks took with and without them.
 
-
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::thread;

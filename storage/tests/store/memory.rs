@@ -1,7 +1,6 @@
 //! A small `index-memory` bounds what snapshots and looks take, however much has changed. This test
 //! is in a file, and so a process, of its own.
 
-
 use std::thread;
 
 use walvisor_storage::{

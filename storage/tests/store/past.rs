@@ -390,11 +390,8 @@ fn changes_are_what_the_records_touched() {
             let ends = (found.size, found.from_lsn, found.to_lsn);
             assert_eq!(ends, (BYTES as u64, from, to));
             let mut model = vec![None; SECTORS as usize];
-            for (_, (_, sectors, now)) in bench
-                .touched
-                .range(from + 1..=to)
-                .filter(|(_, record)| record.0 == disk)
-            {
+            let records = bench.touched.range(from + 1..to + 1);
+            for (_, (_, sectors, now)) in records.filter(|(_, record)| record.0 == disk) {
                 model[sectors.start as usize..sectors.end as usize].fill(Some(*now));
             }
             let mut last: Option<ChangedRange> = None;

@@ -1,6 +1,5 @@
 //! The progress that opening a log reports during recovery.
 
-
 use crate::support::{SIZE, TestDisk, flush, small, write};
 use walvisor_storage::{DiskOptions, EngineKind, Store, StoreOptions, create_disk};
 

@@ -1,6 +1,5 @@
 //! FLUSHes that wait for a replica, and writes that wait because it lacks too much.
 
-
 use std::sync::mpsc::{Receiver, channel};
 use std::time::Duration;
 

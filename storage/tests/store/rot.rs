@@ -1,7 +1,6 @@
 //! Bytes of a live log that the medium changes: reads of them fail, and they never reach a base
 //! image.
 
-
 use std::os::unix::fs::FileExt;
 use std::path::Path;
 

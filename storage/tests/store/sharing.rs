@@ -1,7 +1,6 @@
 //! Concurrent creation and opening of a log, its files and images, and what other users may see and
 //! plant there.
 
-
 use std::fs::{Permissions, metadata, set_permissions};
 use std::os::unix::fs::{PermissionsExt, symlink};
 use std::path::Path;

@@ -1,6 +1,5 @@
 //! File systems that really fill up: a tmpfs, if this process may mount one.
 
-
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant, SystemTime};
 

@@ -1,7 +1,6 @@
 //! Sealed segments: what opening a log reads of them, and what happens if they or their summaries
 //! are damaged.
 
-
 use std::fs::File;
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};

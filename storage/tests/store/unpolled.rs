@@ -1,6 +1,5 @@
 //! A port that its owner does not poll stops no other port, whatever it has begun.
 
-
 use crate::support::{TestDisk, wait};
 use walvisor_storage::{
     BackendQueue, Buffer, Completion, DiskOptions, Operation, Store, StoreOptions,

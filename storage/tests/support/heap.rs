@@ -13,6 +13,7 @@ static CALLS: AtomicU64 = AtomicU64::new(0);
 
 thread_local! {
     static BYTES: Cell<isize> = const { Cell::new(0) };
+    static LONGEST: Cell<usize> = const { Cell::new(0) };
 }
 
 /// The heap bytes of an allocation: glibc puts a word before it and rounds to 16 bytes.
@@ -24,10 +25,20 @@ fn count(bytes: isize) {
     BYTES.with(|sum| sum.set(sum.get() + bytes));
 }
 
+fn note(size: usize) {
+    LONGEST.with(|longest| longest.set(longest.get().max(size)));
+}
+
 /// Allocations of the whole process so far; a reallocation counts again.
 #[allow(dead_code)]
 pub fn calls() -> u64 {
     CALLS.load(Ordering::Relaxed)
+}
+
+/// The longest allocation, in bytes, that this thread asked for since the last call.
+#[allow(dead_code)]
+pub fn take_longest() -> usize {
+    LONGEST.take()
 }
 
 /// Bytes of heap that this thread has allocated and not freed.
@@ -42,6 +53,7 @@ unsafe impl GlobalAlloc for CountingAllocator {
     unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
         CALLS.fetch_add(1, Ordering::Relaxed);
         count(footprint(layout.size()));
+        note(layout.size());
         // SAFETY: the caller's promises are those that `System` requires.
         unsafe { System.alloc(layout) }
     }
@@ -49,6 +61,7 @@ unsafe impl GlobalAlloc for CountingAllocator {
     unsafe fn alloc_zeroed(&self, layout: Layout) -> *mut u8 {
         CALLS.fetch_add(1, Ordering::Relaxed);
         count(footprint(layout.size()));
+        note(layout.size());
         // SAFETY: as above.
         unsafe { System.alloc_zeroed(layout) }
     }
@@ -56,6 +69,7 @@ unsafe impl GlobalAlloc for CountingAllocator {
     unsafe fn realloc(&self, pointer: *mut u8, layout: Layout, size: usize) -> *mut u8 {
         CALLS.fetch_add(1, Ordering::Relaxed);
         count(footprint(size) - footprint(layout.size()));
+        note(size);
         // SAFETY: as above.
         unsafe { System.realloc(pointer, layout, size) }
     }
