@@ -53,14 +53,15 @@ fn images(dir: &Path) -> Vec<(String, &'static str, String)> {
     made
 }
 
+/// Each format is known by each command that opens an image: the first one is tried with all.
 #[test]
-fn images_of_other_formats_are_refused_and_import_converts_them() {
+fn images_of_other_formats_are_refused_with_what_converts_them() {
     if !have("qemu-img", "qemu-utils") {
         return;
     }
     let dir = tempfile::tempdir().unwrap();
     let dir = dir.path();
-    for (name, called, convert) in images(dir) {
+    for (number, (name, called, convert)) in images(dir).into_iter().enumerate() {
         let before = names(dir);
         let parts = [
             &format!("{name}: "),
@@ -69,30 +70,29 @@ fn images_of_other_formats_are_refused_and_import_converts_them() {
             "format=raw",
             "--format raw",
         ];
-        for command in [
-            format!("disk import new.img {name}"),
-            format!("serve nbd --disk path={name},socket=s"),
-            format!("serve vhost-user --disk path={name},socket=s"),
-            format!("serve nbd --disk path={name},backend=raw,socket=s"),
-            format!("serve nbd --disk path={name},backend=raw,readonly=on,socket=s"),
-            format!("disk info {name}"),
-            format!("disk check {name}"),
-            format!("disk checkpoint {name}"),
-            format!("disk export {name} out"),
-            format!("disk resize {name} --size 8M"),
-        ] {
-            refused(dir, &command, 1, &parts);
+        let commands = [
+            "disk import new.img NAME",
+            "serve nbd --disk path=NAME,socket=s",
+            "serve vhost-user --disk path=NAME,socket=s",
+            "serve nbd --disk path=NAME,backend=raw,socket=s",
+            "serve nbd --disk path=NAME,backend=raw,readonly=on,socket=s",
+            "disk info NAME",
+            "disk check NAME",
+            "disk checkpoint NAME",
+            "disk export NAME out",
+            "disk resize NAME --size 8M",
+        ];
+        let tried = if number == 0 { commands.len() } else { 1 };
+        for command in &commands[..tried] {
+            refused(dir, &command.replace("NAME", &name), 1, &parts);
         }
         assert_eq!(names(dir), before, "nothing is made");
         // The command that the message names.
         let convert = convert.replace("KEYFILE", "key");
         run(dir, "qemu-img", convert.strip_prefix("qemu-img ").unwrap());
-        let text = done(dir, "disk import new.img NEW");
-        assert!(text.contains(": 4 MiB, "), "{text}");
-        for made in ["new.img", "NEW"] {
-            std::fs::remove_file(dir.join(made)).unwrap();
-        }
-        std::fs::remove_dir_all(dir.join("new.img.wal")).unwrap();
+        assert_eq!(std::fs::metadata(dir.join("NEW")).unwrap().len(), 4 * MIB);
+        done(dir, "disk info NEW");
+        std::fs::remove_file(dir.join("NEW")).unwrap();
     }
 }
 
@@ -111,12 +111,6 @@ fn format_raw_accepts_an_image_that_begins_as_another_format() {
         1,
         &["LUKS", "--format raw"],
     );
-    refused(
-        dir,
-        "disk import disk.img raw --format qcow2",
-        2,
-        &["--format", "raw"],
-    );
     done(dir, "disk import disk.img raw --format raw");
     assert!(std::fs::read(dir.join("disk.img")).unwrap() == bytes);
     // Its mark says from now on that it is a disk.
@@ -126,33 +120,26 @@ fn format_raw_accepts_an_image_that_begins_as_another_format() {
     refused(dir, "disk info out", 1, &["LUKS"]);
 }
 
-/// A size that is no whole number of sectors: every advice keeps all bytes.
+/// An image of another size than its log expects, which another program has given it.
 #[test]
-fn an_odd_size_is_rounded_up_never_down() {
+fn an_image_of_another_size_is_refused_with_the_way_back() {
     let dir = tempfile::tempdir().unwrap();
     let dir = dir.path();
-    let bytes = [7; 1000];
-    std::fs::write(dir.join("odd"), bytes).unwrap();
-    let advice = "truncate -s %512 odd";
+    std::fs::write(dir.join("odd"), [7; 1000]).unwrap();
     for command in [
-        "disk import disk.img odd",
         "serve nbd --disk path=odd,socket=s",
         "serve nbd --disk path=odd,backend=raw,socket=s",
         "disk info odd",
     ] {
-        let parts = &["odd: ", "1000 bytes", "512", advice, "keeps all bytes"];
+        let parts = &[
+            "odd: ",
+            "1000 bytes",
+            "truncate -s %512 odd",
+            "keeps all bytes",
+        ];
         refused(dir, command, 1, parts);
     }
-    run(
-        dir,
-        advice.split(' ').next().unwrap(),
-        &advice["truncate ".len()..],
-    );
-    let text = done(dir, "disk import disk.img odd");
-    assert!(text.contains(": 1 KiB, "), "{text}");
-    let disk = std::fs::read(dir.join("disk.img")).unwrap();
-    assert!(disk[..1000] == bytes && disk[1000..] == [0; 24]);
-    // A disk with a log whose image another program has made longer, or shorter.
+    done(dir, "disk create disk.img --size 1024");
     for (len, parts) in [
         (1536, ["1536 bytes", "expects 1024", "walvisor disk import"]),
         (

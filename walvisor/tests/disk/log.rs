@@ -2,21 +2,20 @@
 
 use std::fs::File;
 use std::os::unix::fs::FileExt;
-use std::path::Path;
-use std::process::{Command, Stdio};
+use std::path::{Path, PathBuf};
 
 use serde_json::Value;
 use walvisor_storage::{DiskOptions, Operation, Port, Retention, Store, StoreOptions, create_disk};
+use walvisor_testkit::queue::{flush, run, write};
 use walvisor_testkit::{Random, wait_until};
 use walvisor_tests::{have_python, second_reader};
 
-use crate::{
-    MIB, SMALL, WALVISOR, crash, done, end, json, names, objects, refused, unclosed, walvisor,
-    write,
-};
+use crate::{MIB, crash, done, json, names, objects, refused, small, unclosed, walvisor};
 
 /// How many bits the test flips in a log that both readers then read.
 const FLIPS: u64 = 12;
+
+const DISKS: [&str; 2] = ["a.img", "b.img"];
 
 /// The records that the second reader finds in a log; `None` if it reports damage.
 fn second_records(log: &Path) -> Option<Vec<Value>> {
@@ -49,6 +48,39 @@ fn both_read(dir: &Path, log: &str) -> Option<Vec<Value>> {
     second
 }
 
+/// Makes two disks of 2 MiB on a log in `dir`.
+fn create(dir: &Path, options: &StoreOptions) {
+    for disk in DISKS {
+        create_disk(&dir.join(disk), 2 * MIB, &dir.join("log"), options).unwrap();
+    }
+}
+
+/// Opens them.
+fn open(dir: &Path, options: &StoreOptions) -> (Store, Vec<Port>) {
+    let disks = DISKS.map(|disk| DiskOptions::new(dir.join(disk)));
+    let store = Store::open(&dir.join("log"), &disks, options).unwrap();
+    let ports = store.disks().iter().map(|disk| disk.open_port().unwrap());
+    let ports = ports.collect();
+    (store, ports)
+}
+
+/// Copies them as a crash would leave them.
+fn crash_both(from: &Path, to: &Path) {
+    let disks = DISKS.map(|disk| from.join(disk));
+    crash(
+        &from.join("log"),
+        &disks.each_ref().map(PathBuf::as_path),
+        to,
+    );
+}
+
+fn flip(path: &Path, at: u64, bit: u8) {
+    let file = File::options().read(true).write(true).open(path).unwrap();
+    let mut byte = [0];
+    file.read_exact_at(&mut byte, at).unwrap();
+    file.write_all_at(&[byte[0] ^ bit], at).unwrap();
+}
+
 /// Makes `count` random requests to the two disks of a log, from a seed, with a flush after every
 /// seventh.
 fn work(ports: &mut [Port], seed: u64, count: usize) {
@@ -57,27 +89,26 @@ fn work(ports: &mut [Port], seed: u64, count: usize) {
         let port = &mut ports[random.below(2) as usize];
         let (sector, sectors) = (random.below(2000), random.below(24) as u32 + 1);
         match random.below(8) {
-            0 => end(port, Operation::Discard { sector, sectors }),
-            1 => end(
-                port,
-                Operation::WriteZeroes {
+            0 => drop(run(port, Operation::Discard { sector, sectors }).unwrap()),
+            1 => {
+                let unmap = false;
+                let zeroes = Operation::WriteZeroes {
                     sector,
                     sectors,
-                    unmap: false,
-                },
-            ),
+                    unmap,
+                };
+                run(port, zeroes).unwrap();
+            }
             _ => write(port, sector, i as u8, sectors as usize),
         }
         if i % 7 == 6 {
-            end(port, Operation::Flush);
+            flush(port);
         }
     }
-    ports
-        .iter_mut()
-        .for_each(|port| end(port, Operation::Flush));
+    ports.iter_mut().for_each(flush);
 }
 
-/// The log has two disks and has wrapped. KernelAction come a crash, more requests, a second crash,
+/// The log has two disks and has wrapped. Then come a crash, more requests, a second crash,
 /// a torn tail, and damage.
 #[test]
 fn a_reader_written_from_the_format_page_finds_the_same_records() {
@@ -85,50 +116,31 @@ fn a_reader_written_from_the_format_page_finds_the_same_records() {
         return;
     }
     let dir = tempfile::tempdir().unwrap();
-    let at = |name: &str| dir.path().join(name);
-    let disks = [at("a.img"), at("b.img")];
-    for disk in &disks {
-        create_disk(disk, 2 * MIB, &at("log"), &SMALL).unwrap();
-    }
-    let open = |dir: &Path| {
-        let options = disks
-            .each_ref()
-            .map(|disk| DiskOptions::new(dir.join(disk.file_name().unwrap())));
-        Store::open(&dir.join("log"), &options, &SMALL).unwrap()
-    };
-    let ports = |store: &Store| -> Vec<Port> {
-        let disks = store.disks().iter();
-        disks.map(|disk| disk.open_port().unwrap()).collect()
-    };
-    let both = [disks[0].as_path(), disks[1].as_path()];
-    let store = open(dir.path());
-    let mut queues = ports(&store);
-    work(&mut queues, 1, 900);
+    let dir = dir.path();
+    create(dir, &small());
+    let (store, mut ports) = open(dir, &small());
+    work(&mut ports, 1, 900);
     assert!(store.log_counters().checkpoints > 0, "the ring went round");
-    drop(queues);
+    drop(ports);
     store.close().unwrap();
     // A closed log has no records.
-    assert_eq!(both_read(dir.path(), "log"), Some(Vec::new()));
-    let store = open(dir.path());
-    let mut queues = ports(&store);
-    work(&mut queues, 2, 150);
-    let (first, second) = (at("first"), at("second"));
-    crash(&at("log"), &both, &first);
-    drop(queues);
+    assert_eq!(both_read(dir, "log"), Some(Vec::new()));
+    let (store, mut ports) = open(dir, &small());
+    work(&mut ports, 2, 150);
+    let (first, second) = (dir.join("first"), dir.join("second"));
+    crash_both(dir, &first);
+    drop(ports);
     store.close().unwrap();
     let records = both_read(&first, "log").unwrap();
     assert_eq!(records.len(), 150);
 
     // The log is opened after the crash and crashes again: a segment follows another's end, perhaps
     // with a gap.
-    let copied = [first.join("a.img"), first.join("b.img")];
-    let store = open(&first);
-    let mut queues = ports(&store);
+    let (store, mut ports) = open(&first, &small());
     store.mark(&"a mark — \"quoted\"".parse().unwrap()).unwrap();
-    work(&mut queues, 3, 60);
-    let copies = [copied[0].as_path(), copied[1].as_path()];
-    crash(&first.join("log"), &copies, &second);
-    drop(queues);
+    work(&mut ports, 3, 60);
+    crash_both(&first, &second);
+    drop(ports);
     store.close().unwrap();
     let records = both_read(&second, "log").unwrap();
     assert!(records.len() >= 60, "{}", records.len());
@@ -140,17 +152,10 @@ fn a_reader_written_from_the_format_page_finds_the_same_records() {
     assert_eq!(mark.unwrap()["text"], "a mark — \"quoted\"");
 
     // A flipped byte in the last payload is a torn tail: both readers drop its batch.
-    let flip = |record: &Value| {
-        let name = record["segment"].as_str().unwrap();
-        let file = File::options()
-            .read(true)
-            .write(true)
-            .open(second.join("log").join(name))
-            .unwrap();
+    let file = |name: &str| second.join("log").join(name);
+    let flip_payload = |record: &Value| {
         let offset = record["payload_offset"].as_u64().unwrap();
-        let mut byte = [0];
-        file.read_exact_at(&mut byte, offset).unwrap();
-        file.write_all_at(&[byte[0] ^ 1], offset).unwrap();
+        flip(&file(record["segment"].as_str().unwrap()), offset, 1);
     };
     let is_write = |record: &&Value| record["kind"] == "write";
     let last = records.last().unwrap();
@@ -160,23 +165,23 @@ fn a_reader_written_from_the_format_page_finds_the_same_records() {
         .take_while(|record| record["cid"] == last["cid"])
         .find(is_write)
         .expect("the last group wrote something");
-    flip(torn);
+    flip_payload(torn);
     let kept = both_read(&second, "log").unwrap();
     assert!(!kept.is_empty() && kept[..] == records[..kept.len()]);
     assert!(kept.len() < records.len());
     assert!(kept.iter().all(|record| record["cid"] != last["cid"]));
-    flip(torn);
+    flip_payload(torn);
     assert_eq!(both_read(&second, "log").unwrap(), records);
     // In an earlier payload a flipped byte damages that record alone. That of a mark is its text.
     for written in [records.iter().find(is_write).unwrap(), mark.unwrap()] {
-        flip(written);
+        flip_payload(written);
         let found = both_read(&second, "log").unwrap();
         assert_eq!(found.len(), records.len());
         for (found, record) in found.iter().zip(&records) {
             assert_eq!(found["damaged"], record == written);
             assert!(found == record || record == written);
         }
-        flip(written);
+        flip_payload(written);
     }
 
     // A flipped bit anywhere else: both readers must agree on the result.
@@ -184,19 +189,14 @@ fn a_reader_written_from_the_format_page_finds_the_same_records() {
     for i in 0..FLIPS {
         let random = (i + 1).wrapping_mul(0x9e37_79b9_7f4a_7c15);
         let files = names(&second.join("log"));
-        let path = second
-            .join("log")
-            .join(&files[(random >> 32) as usize % files.len()]);
-        let file = File::options().read(true).write(true).open(path).unwrap();
+        let path = file(&files[(random >> 32) as usize % files.len()]);
         // Every second flip is near the start, where most records are.
         let reach = if i % 2 == 0 { 128 << 10 } else { MIB };
-        let offset = (random >> 16) % reach.min(file.metadata().unwrap().len());
-        let mut byte = [0];
-        file.read_exact_at(&mut byte, offset).unwrap();
+        let offset = (random >> 16) % reach.min(path.metadata().unwrap().len());
         let bit = 1 << (random >> 61);
-        file.write_all_at(&[byte[0] ^ bit], offset).unwrap();
+        flip(&path, offset, bit);
         damaged += u32::from(both_read(&second, "log").is_none());
-        file.write_all_at(&byte, offset).unwrap();
+        flip(&path, offset, bit);
     }
     assert_eq!(both_read(&second, "log").unwrap(), records);
     println!("{FLIPS} flipped bits, {damaged} of them damage");
@@ -210,25 +210,15 @@ fn both_readers_know_what_a_restore_in_place_undid() {
         return;
     }
     let dir = tempfile::tempdir().unwrap();
-    let at = |name: &str| dir.path().join(name);
-    let disks = [at("a.img"), at("b.img")];
     let options = StoreOptions {
         max_segments: 16,
         retain: Some(Retention::All),
-        ..SMALL
+        ..small()
     };
-    for disk in &disks {
-        create_disk(disk, 2 * MIB, &at("log"), &options).unwrap();
-    }
+    create(dir.path(), &options);
     let mut undone = 0;
     for (seed, (disk, to)) in (3..).zip([("a.img", 9), ("a.img", 20), ("b.img", 15)]) {
-        let opened = disks.each_ref().map(DiskOptions::new);
-        let store = Store::open(&at("log"), &opened, &options).unwrap();
-        let mut ports: Vec<Port> = store
-            .disks()
-            .iter()
-            .map(|disk| disk.open_port().unwrap())
-            .collect();
+        let (store, mut ports) = open(dir.path(), &options);
         work(&mut ports, seed, 30);
         drop(ports);
         store.close().unwrap();
@@ -253,35 +243,29 @@ fn both_readers_use_and_refuse_the_same_summaries() {
         return;
     }
     let dir = tempfile::tempdir().unwrap();
-    let disk = dir.path().join("a.img");
-    let log = dir.path().join("log");
+    let dir = dir.path();
     let options = StoreOptions {
         segment_size: SEGMENT,
         max_segments: 64,
-        ..SMALL
+        ..small()
     };
-    create_disk(&disk, MIB, &log, &options).unwrap();
-    let store = Store::open(&log, &[DiskOptions::new(&disk)], &options).unwrap();
-    let mut port = store.disks()[0].open_port().unwrap();
-    let open = |path: &Path| {
-        let mut options = File::options();
-        options.read(true).write(true).open(path).unwrap()
-    };
+    create(dir, &options);
+    let (store, mut ports) = open(dir, &options);
     for i in 0..30 {
-        write(&mut port, i * 40, i as u8 + 1, 24);
-        end(&mut port, Operation::Flush);
+        write(&mut ports[0], i * 40, i as u8 + 1, 24);
+        flush(&mut ports[0]);
     }
     // No request waits for a summary to be written.
     let magic = |slot: usize| {
         let mut magic = [0; 8];
-        let file = open(&log.join(format!("segment-{slot:05}")));
+        let file = File::open(dir.join(format!("log/segment-{slot:05}"))).unwrap();
         file.read_exact_at(&mut magic, FOOTER).unwrap();
         &magic == b"WALVSUMM"
     };
     wait_until("three summaries", || (0..3).all(magic));
-    let crashed = dir.path().join("crashed");
-    crash(&log, &[&disk], &crashed);
-    drop(port);
+    let crashed = dir.join("crashed");
+    crash_both(dir, &crashed);
+    drop(ports);
     store.close().unwrap();
     let records = both_read(&crashed, "log").unwrap();
     assert_eq!(records.len(), 30);
@@ -307,82 +291,19 @@ fn both_readers_use_and_refuse_the_same_summaries() {
         (payload + 5000, false),
     ];
     for (at, same) in changes {
-        let mut byte = [0];
-        open(&sealed).read_exact_at(&mut byte, at).unwrap();
-        open(&sealed).write_all_at(&[byte[0] ^ 4], at).unwrap();
+        flip(&sealed, at, 4);
         let found = both_read(&crashed, "log").unwrap();
         assert_eq!(found.len(), records.len(), "byte {at}");
         assert_eq!(found == records, same, "byte {at}");
         let check = walvisor(&crashed, "disk check a.img --log log");
         let clean = at >= FOOTER - 30;
         assert_eq!(check.status.success(), clean, "byte {at}");
-        open(&sealed).write_all_at(&byte, at).unwrap();
+        flip(&sealed, at, 4);
     }
     // A damaged header whose copy is damaged too: the record is missing, which both notice.
-    open(&sealed)
-        .write_all_at(&[0xff], payload - 4096 + 60)
-        .unwrap();
-    open(&sealed).write_all_at(&[0xff; 2], FOOTER - 30).unwrap();
+    flip(&sealed, payload - 4096 + 60, 4);
+    flip(&sealed, FOOTER - 30, 4);
     assert!(both_read(&crashed, "log").is_none());
-}
-
-#[test]
-fn a_dump_has_one_line_per_group_or_per_record() {
-    let dir = tempfile::tempdir().unwrap();
-    let crashed = unclosed(dir.path());
-    let groups = objects(&done(&crashed, "log dump disk.img.wal --json"));
-    let records = objects(&done(&crashed, "log dump disk.img.wal --records --json"));
-    assert_eq!((groups.len(), records.len()), (4, 5));
-    let number = |value: &Value, key: &str| value[key].as_u64().unwrap_or_else(|| panic!("{key}"));
-    for (group, (records, bytes)) in groups.iter().zip([(2, 8192), (1, 0), (1, 0), (1, 4096)]) {
-        assert_eq!(number(group, "records"), records, "{group}");
-        assert_eq!(number(group, "payload_bytes"), bytes, "{group}");
-        let lsns = number(group, "last_lsn") - number(group, "first_lsn") + 1;
-        assert_eq!(lsns, records, "{group}");
-        assert!(number(group, "age_us") < 600_000_000, "{group}");
-        assert!(number(group, "unix_us") > 1_600_000_000_000_000, "{group}");
-        let disks = group["disks"].as_array().unwrap();
-        assert!(disks.len() == 1 && disks[0].as_str().unwrap().ends_with("disk.img"));
-    }
-    assert!(
-        groups
-            .windows(2)
-            .all(|pair| number(&pair[0], "cid") < number(&pair[1], "cid"))
-    );
-    let kinds: Vec<_> = records
-        .iter()
-        .map(|r| r["kind"].as_str().unwrap())
-        .collect();
-    assert_eq!(
-        kinds,
-        ["write", "write", "discard", "write_zeroes", "write"]
-    );
-    // The payload is at the offset that the record gives.
-    let log = crashed.join("disk.img.wal");
-    let segment = File::open(log.join(records[1]["segment"].as_str().unwrap())).unwrap();
-    let mut payload = [0; 4096];
-    segment
-        .read_exact_at(&mut payload, number(&records[1], "payload_offset"))
-        .unwrap();
-    assert_eq!(payload, [3; 4096]);
-    // The text output has a heading, then one line per record.
-    assert_eq!(done(&crashed, "log dump disk.img.wal").lines().count(), 5);
-    let text = done(&crashed, "log dump disk.img.wal --records");
-    assert_eq!(text.lines().count(), 6);
-    assert!(text.contains("write_zeroes") && text.contains("segment-0000"));
-    // A closed stdout is no error.
-    let mut child = Command::new(WALVISOR)
-        .args(["log", "dump", "disk.img.wal"])
-        .current_dir(&crashed)
-        .stdout(Stdio::piped())
-        .spawn()
-        .unwrap();
-    drop(child.stdout.take());
-    assert!(child.wait().unwrap().success());
-    done(&crashed, "disk checkpoint disk.img");
-    let empty = done(&crashed, "log dump disk.img.wal");
-    assert!(empty.contains("no records"), "{empty}");
-    assert_eq!(done(&crashed, "log dump disk.img.wal --json"), "");
 }
 
 /// The medium has changed a payload: `disk check` names it, and reads of it fail.
@@ -390,26 +311,20 @@ fn a_dump_has_one_line_per_group_or_per_record() {
 fn disk_check_names_disk_sectors_and_lsn_of_damage() {
     let dir = tempfile::tempdir().unwrap();
     let crashed = unclosed(dir.path());
-    let records = objects(&done(&crashed, "log dump disk.img.wal --records --json"));
+    let dump = || objects(&done(&crashed, "log dump disk.img.wal --records --json"));
+    let records = dump();
     let number = |key: &str| records[1][key].as_u64().unwrap();
-    let segment = crashed
-        .join("disk.img.wal")
-        .join(records[1]["segment"].as_str().unwrap());
-    let file = File::options().write(true).open(&segment).unwrap();
-    file.write_all_at(&[0xff], number("payload_offset") + 5)
-        .unwrap();
+    write_byte(
+        &segment(&crashed, &records[1]),
+        number("payload_offset") + 5,
+    );
 
     let (first, lsn) = (number("sector"), number("lsn"));
     let output = walvisor(&crashed, "disk check disk.img");
     assert_eq!(output.status.code(), Some(1));
-    let (text, error) = (
-        String::from_utf8(output.stdout).unwrap(),
-        String::from_utf8(output.stderr).unwrap(),
-    );
-    let wanted = format!(
-        "damaged: sectors {first} to {}, written by LSN {lsn}",
-        first + 7
-    );
+    let [text, error] = [output.stdout, output.stderr].map(|text| String::from_utf8(text).unwrap());
+    let last = first + 7;
+    let wanted = format!("damaged: sectors {first} to {last}, written by LSN {lsn}");
     assert!(
         text.contains(&wanted) && text.lines().count() == 1,
         "{text}"
@@ -421,29 +336,25 @@ fn disk_check_names_disk_sectors_and_lsn_of_damage() {
 
     let output = walvisor(&crashed, "disk check disk.img --json");
     assert_eq!(output.status.code(), Some(1));
-    let report = &objects(&String::from_utf8(output.stdout).unwrap())[0];
+    let report = json(&String::from_utf8(output.stdout).unwrap());
     assert_eq!(report["clean"], false);
     let damaged = report["log"]["damaged"].as_array().unwrap();
-    assert_eq!(damaged.len(), 1);
-    assert_eq!(damaged[0]["lsn"], lsn);
-    assert_eq!(damaged[0]["sector"], first);
+    let damaged: Vec<_> = damaged
+        .iter()
+        .map(|one| (&one["lsn"], &one["sector"]))
+        .collect();
+    assert_eq!(damaged, [(&lsn.into(), &first.into())]);
 
-    let dumped = objects(&done(&crashed, "log dump disk.img.wal --records --json"));
+    let dumped = dump();
     assert!(dumped[1]["damaged"] == true && dumped[1]["payload_crc32c"].is_null());
     assert!(dumped[0] == records[0] && dumped[2..] == records[2..]);
-    refused(
-        &crashed,
-        "disk export disk.img out",
-        1,
-        &["damaged", "segment-0000"],
-    );
+    let damage = ["damaged", "segment-0000"];
+    refused(&crashed, "disk export disk.img out", 1, &damage);
     let output = walvisor(&crashed, "disk checkpoint disk.img");
     let error = String::from_utf8(output.stderr).unwrap();
     assert_eq!(output.status.code(), Some(1), "{error}");
-    assert!(
-        error.contains("disk check") && error.contains("segment-0000"),
-        "{error}"
-    );
+    let parts = ["disk check", "segment-0000"];
+    assert!(parts.iter().all(|part| error.contains(part)), "{error}");
     // All other records are in the image, and the log keeps the damaged one.
     assert_eq!(
         walvisor(&crashed, "disk check disk.img").status.code(),
@@ -456,15 +367,10 @@ fn a_dump_of_a_damaged_log_shows_what_is_before_the_damage() {
     let dir = tempfile::tempdir().unwrap();
     let crashed = unclosed(dir.path());
     let records = objects(&done(&crashed, "log dump disk.img.wal --records --json"));
-    let name = records[1]["segment"].as_str().unwrap();
-    let segment = File::options()
-        .write(true)
-        .open(crashed.join("disk.img.wal").join(name))
-        .unwrap();
     // Damages the second group's descriptor; the groups after it prove that the group was
     // acknowledged.
     let behind = records[1]["payload_offset"].as_u64().unwrap() + 4096;
-    segment.write_all_at(&[0xff], behind + 97).unwrap();
+    write_byte(&segment(&crashed, &records[1]), behind + 97);
     let output = walvisor(&crashed, "log dump disk.img.wal --json");
     let error = String::from_utf8_lossy(&output.stderr);
     assert_eq!(output.status.code(), Some(1));
@@ -472,50 +378,23 @@ fn a_dump_of_a_damaged_log_shows_what_is_before_the_damage() {
         error.lines().count() == 1 && error.contains("damaged"),
         "{error}"
     );
-    assert_eq!(
-        objects(&String::from_utf8(output.stdout).unwrap()).len(),
-        1,
-        "the first group"
-    );
-    refused(&crashed, "disk export disk.img out", 1, &["damaged"]);
-    refused(&crashed, "disk resize disk.img --size 16M", 1, &["damaged"]);
+    let groups = objects(&String::from_utf8(output.stdout).unwrap());
+    assert_eq!(groups.len(), 1, "the first group");
+    for command in ["export disk.img out", "resize disk.img --size 16M"] {
+        refused(&crashed, &format!("disk {command}"), 1, &["damaged"]);
+    }
     assert!(names(&crashed).iter().all(|name| !name.starts_with("out")));
 }
 
-#[test]
-fn a_log_is_resized_and_too_small_a_size_is_refused() {
-    let dir = tempfile::tempdir().unwrap();
-    let dir = dir.path();
-    done(dir, "disk create disk.img --size 8M");
-    assert_eq!(
-        done(dir, "log resize disk.img.wal --size 3000M"),
-        "disk.img.wal: 2.9 GiB now, 2 GiB before\n"
-    );
-    assert_eq!(
-        json(&done(dir, "log resize disk.img.wal --size 256M --json")),
-        serde_json::json!({
-            "log": "disk.img.wal",
-            "size_bytes": 256 << 20,
-            "old_size_bytes": 3_154_116_608_u64,
-        })
-    );
-    refused(
-        dir,
-        "log resize disk.img.wal --size 192M",
-        1,
-        &["use 268435456 to 4398046511104"],
-    );
-    refused(dir, "log resize none --size 1G", 1, &["this is not a log"]);
-    // A large disk: the advice is one line, what it says to type works, and then there is none.
-    let made = walvisor(dir, "disk create big.img --size 1T");
-    let told = String::from_utf8(made.stderr).unwrap();
-    assert!(made.status.success() && told.lines().count() == 1, "{told}");
-    let (_, command) = told.trim_end().split_once("walvisor log resize").unwrap();
-    assert_eq!(
-        done(dir, &format!("log resize{command}")),
-        "big.img.wal: 32 GiB now, 2 GiB before\n"
-    );
-    done(dir, "disk create other.img --size 1T --log big.img.wal");
+/// The segment that a record is in.
+fn segment(dir: &Path, record: &Value) -> PathBuf {
+    dir.join("disk.img.wal")
+        .join(record["segment"].as_str().unwrap())
+}
+
+fn write_byte(path: &Path, at: u64) {
+    let file = File::options().write(true).open(path).unwrap();
+    file.write_all_at(&[0xff], at).unwrap();
 }
 
 /// The disks go on for several rounds of the ring after two snapshots, so what these need of the
@@ -530,17 +409,11 @@ fn both_readers_see_the_same_disks_as_of_a_snapshot() {
     // What is not copied when the log is closed stays in it.
     let options = StoreOptions {
         close_time: Some(std::time::Duration::ZERO),
-        ..SMALL
+        ..small()
     };
     let at = |name: &str| dir.path().join(name);
-    let disks = [at("a.img"), at("b.img")];
-    for disk in &disks {
-        create_disk(disk, 2 * MIB, &at("log"), &options).unwrap();
-    }
-    let opened = disks.each_ref().map(DiskOptions::new);
-    let store = Store::open(&at("log"), &opened, &options).unwrap();
-    let open = |disk: &walvisor_storage::Disk| disk.open_port().unwrap();
-    let mut ports: Vec<Port> = store.disks().iter().map(open).collect();
+    create(dir.path(), &options);
+    let (store, mut ports) = open(dir.path(), &options);
     work(&mut ports, 11, 200);
     store.disks()[0].snapshot("both".parse().unwrap()).unwrap();
     work(&mut ports, 12, 600);
@@ -561,7 +434,7 @@ fn both_readers_see_the_same_disks_as_of_a_snapshot() {
     let second = |name: &str, disk: usize| {
         let output = second_reader()
             .args(["log", name, &format!("{}", disk + 1)])
-            .args([["a.img", "b.img"][disk], "second"])
+            .args([DISKS[disk], "second"])
             .current_dir(dir.path())
             .output()
             .unwrap();
@@ -573,7 +446,7 @@ fn both_readers_see_the_same_disks_as_of_a_snapshot() {
         }
     };
     let first = |name: &str, disk: usize| {
-        let image = ["a.img", "b.img"][disk];
+        let image = DISKS[disk];
         let _ = std::fs::remove_file(at("first"));
         walvisor(
             dir.path(),
@@ -604,12 +477,9 @@ fn both_readers_see_the_same_disks_as_of_a_snapshot() {
         .find(|name| name.starts_with("saved-"))
         .expect("a saved file");
     let path = at("log").join(part);
-    let file = File::options().read(true).write(true).open(path).unwrap();
     // The header of the file, of its first batch, and a payload behind it.
     for offset in [40, 4096 + 60, 4096 + 4096 + 5000] {
-        let mut byte = [0];
-        file.read_exact_at(&mut byte, offset).unwrap();
-        file.write_all_at(&[byte[0] ^ 4], offset).unwrap();
+        flip(&path, offset, 4);
         let error = String::from_utf8_lossy(&first("both", 0).stderr).into_owned();
         assert!(error.contains("saved-"), "byte {offset}: {error}");
         let error = second("both", 0).expect_err("damage");
@@ -619,7 +489,7 @@ fn both_readers_see_the_same_disks_as_of_a_snapshot() {
         );
         // The snapshot behind it, and the disk, are as they were.
         assert!(first("last", 0).status.success(), "byte {offset}");
-        file.write_all_at(&byte, offset).unwrap();
+        flip(&path, offset, 4);
     }
     assert!(first("both", 0).status.success());
 }

@@ -1,8 +1,9 @@
 //! Commands that would lose something say so, and want to be told twice.
 
-use walvisor_storage::{DiskOptions, Operation, Retention, Store, StoreOptions};
+use walvisor_storage::{DiskOptions, Store, StoreOptions};
+use walvisor_testkit::queue::{flush, write};
 
-use crate::{done, end, json, refused, unclosed, walvisor, write};
+use crate::{done, json, refused, unclosed, walvisor};
 
 /// A disk whose log was forgotten: each command names the log, and none makes a second one or gives
 /// anything up.
@@ -16,7 +17,7 @@ fn a_command_without_the_disks_log_names_it_and_changes_nothing() {
     let store = Store::open(&log, &[DiskOptions::new(&disk)], &StoreOptions::default()).unwrap();
     let mut port = store.disks()[0].open_port().unwrap();
     write(&mut port, 0, 6, 8);
-    end(&mut port, Operation::Flush);
+    flush(&mut port);
     drop(port);
     store.close().unwrap();
     let named = [
@@ -24,35 +25,28 @@ fn a_command_without_the_disks_log_names_it_and_changes_nothing() {
         "/shared, not in b.img.wal; name that log",
     ];
     for command in [
-        "info b.img",
-        "check b.img",
-        "checkpoint b.img",
-        "discard b.img",
-        "discard b.img --yes",
-        "leave b.img",
-        "resize b.img --size 16M",
-        "export b.img raw",
-        "snapshot b.img now",
+        "disk info b.img",
+        "disk check b.img",
+        "disk checkpoint b.img",
+        "disk discard b.img --yes",
+        "disk leave b.img",
+        "disk resize b.img --size 16M",
+        "disk export b.img raw",
+        "disk snapshot b.img now",
+        "serve vhost-user --disk path=b.img,socket=s",
     ] {
-        refused(dir, &format!("disk {command}"), 1, &named);
+        refused(dir, command, 1, &named);
     }
-    let refused = walvisor(dir, "serve vhost-user --disk path=b.img,socket=s");
-    assert!(!refused.status.success());
-    let told = String::from_utf8(refused.stderr).unwrap();
-    assert!(told.contains(named[1]), "{told}");
     assert!(!dir.join("b.img.wal").exists());
     let info = json(&done(dir, "disk info b.img --log shared --json"));
-    assert_eq!(info["log"]["retain"], "24h");
     assert_eq!(info["log"]["records"], 1);
 }
 
 #[test]
-fn a_check_changes_nothing_and_a_discard_says_what_would_be_lost() {
+fn a_discard_says_what_would_be_lost() {
     let dir = tempfile::tempdir().unwrap();
     let crashed = unclosed(dir.path());
     let before = std::fs::read(crashed.join("disk.img.wal/control")).unwrap();
-    let instead = ["a check changes nothing", "walvisor disk discard disk.img"];
-    refused(&crashed, "disk check --discard-log disk.img", 2, &instead);
     let told = [
         "nothing is discarded yet",
         "would lose 5 records (12 KiB) in the log disk.img.wal",
@@ -60,60 +54,30 @@ fn a_check_changes_nothing_and_a_discard_says_what_would_be_lost() {
     ];
     refused(&crashed, "disk discard disk.img", 1, &told);
     assert!(std::fs::read(crashed.join("disk.img.wal/control")).unwrap() == before);
-    assert!(done(&crashed, "disk check disk.img").contains("5 records"));
     let text = done(&crashed, "disk discard disk.img --yes");
-    assert!(text.contains("discarded 5 records"), "{text}");
+    assert!(text.contains("discarded 5 records (12 KiB)"), "{text}");
+    let report = json(&done(&crashed, "disk discard --yes disk.img --json"));
+    assert_eq!(report["discarded_records"], 0);
+    assert_eq!(report["image_fits"], true);
 }
 
+/// The image is removed while its log, which has records of it, stays.
 #[test]
-fn a_checkpoint_that_would_end_history_is_refused() {
+fn a_new_disk_never_gets_records_of_a_deleted_one() {
     let dir = tempfile::tempdir().unwrap();
-    let dir = dir.path();
-    done(dir, "disk create a.img --size 8M --log shared --retain 24h");
-    done(dir, "disk create b.img --size 8M --log shared");
-    let command = "disk checkpoint a.img --log shared";
-    let told = [
-        "retain=24h",
-        "a.img, ",
-        "b.img: what is there since",
-        "--give-up-history",
-    ];
-    refused(dir, command, 1, &told);
-    done(dir, &format!("{command} --give-up-history"));
-}
-
-#[test]
-fn an_amount_of_history_has_a_unit() {
-    let dir = tempfile::tempdir().unwrap();
-    let dir = dir.path();
-    for amount in ["24", "0", "7.5"] {
-        let command = format!("disk create a.img --size 8M --retain {amount}");
-        refused(dir, &command, 2, &["not an amount of history", "24h"]);
-    }
-    done(dir, "disk create a.img --size 8M --retain 5M");
-    let info = json(&done(dir, "disk info a.img --json"));
-    assert_eq!(info["log"]["retain"], "5M");
-}
-
-#[test]
-fn a_log_made_by_move_log_keeps_as_much_history_as_the_one_before() {
-    let dir = tempfile::tempdir().unwrap();
-    let dir = dir.path();
-    done(dir, "disk create a.img --size 8M --retain 12h");
-    assert_eq!(
-        done(dir, "disk move-log a.img shared"),
-        "a.img: on the log in shared now, which keeps the history of the last 12h; what it was before the move is no longer kept; open it with log=shared\n"
-    );
-    // An existing log keeps what it keeps, which is said.
-    done(dir, "disk create b.img --size 8M --log other");
-    let said = done(dir, "disk move-log a.img other --log shared");
+    let crashed = unclosed(dir.path());
+    std::fs::write(crashed.join("raw"), vec![5; 8 << 20]).unwrap();
+    std::fs::remove_file(crashed.join("disk.img")).unwrap();
+    let parts = &["disk.img", "unapplied", "disk discard"];
+    refused(&crashed, "disk import disk.img raw", 1, parts);
+    refused(&crashed, "disk create disk.img --size 8M", 1, parts);
+    // Once they are given up, the path is free.
     assert!(
-        said.contains("which keeps no history; what it was"),
-        "{said}"
+        walvisor(&crashed, "disk discard disk.img --yes")
+            .status
+            .success()
     );
-    let options = StoreOptions::default();
-    let disks = [DiskOptions::new(dir.join("a.img"))];
-    let store = Store::open(&dir.join("other"), &disks, &options).unwrap();
-    assert_eq!(store.disks()[0].retain(), Retention::Nothing);
-    store.close().unwrap();
+    done(&crashed, "disk import disk.img raw");
+    let info = json(&done(&crashed, "disk info disk.img --json"));
+    assert_eq!(info["log"]["disks"].as_array().unwrap().len(), 1);
 }

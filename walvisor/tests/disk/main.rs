@@ -7,42 +7,29 @@ mod history;
 mod identity;
 mod log;
 mod losses;
-mod membership;
 
 use std::fs::File;
 use std::os::unix::fs::{FileExt, MetadataExt};
 use std::path::{Path, PathBuf};
-use std::process::Command;
 
 use serde_json::Value;
-use walvisor_storage::{
-    CommitWait, DiskOptions, Operation, Port, Store, StoreOptions, create_disk, default_log_dir,
-};
+use walvisor_storage::{DiskOptions, Operation, Store, StoreOptions, create_disk, default_log_dir};
 use walvisor_testkit::copy_image;
 use walvisor_testkit::process::walvisor;
-use walvisor_testkit::queue::{run, write};
-use walvisor_tests::{have, run_sessions};
+use walvisor_testkit::queue::{flush, run, write};
+use walvisor_tests::run_sessions;
 
 const WALVISOR: &str = env!("CARGO_BIN_EXE_walvisor");
 const MIB: u64 = 1 << 20;
-const SMALL: StoreOptions = StoreOptions {
-    segment_size: MIB,
-    max_segments: 4,
-    engine: walvisor_storage::EngineKind::Auto,
-    group_commit: true,
-    commit_wait: CommitWait::NONE,
-    write_per_waiter: false,
-    sync_latency: std::time::Duration::ZERO,
-    operations_per_second: None,
-    operation_latency: std::time::Duration::ZERO,
-    close_time: None,
-    index_memory: 64 << 20,
-    retain: None,
-    on_full: walvisor_storage::FullLogPolicy::Fail,
-    await_replica: false,
-    spill_limit: None,
-    threads: None,
-};
+
+/// A log of four small segments.
+fn small() -> StoreOptions {
+    StoreOptions {
+        segment_size: MIB,
+        max_segments: 4,
+        ..StoreOptions::default()
+    }
+}
 
 /// Runs `walvisor`, asserts success and an empty stderr, and returns stdout.
 #[track_caller]
@@ -92,10 +79,6 @@ fn names(dir: &Path) -> Vec<String> {
     names
 }
 
-fn end(port: &mut Port, operation: Operation) {
-    run(port, operation).unwrap();
-}
-
 /// Copies the files of an open log and its disks to `to`, as a crash would leave them. No
 /// checkpoint may run.
 fn crash(log: &Path, disks: &[&Path], to: &Path) {
@@ -114,8 +97,8 @@ fn crash(log: &Path, disks: &[&Path], to: &Path) {
 fn unclosed(dir: &Path) -> PathBuf {
     let disk = dir.join("disk.img");
     let log = default_log_dir(&disk);
-    create_disk(&disk, 8 * MIB, &log, &SMALL).unwrap();
-    let open = || Store::open(&log, &[DiskOptions::new(&disk)], &SMALL).unwrap();
+    create_disk(&disk, 8 * MIB, &log, &small()).unwrap();
+    let open = || Store::open(&log, &[DiskOptions::new(&disk)], &small()).unwrap();
     let store = open();
     write(&mut store.disks()[0].open_port().unwrap(), 0, 1, 128);
     store.close().unwrap();
@@ -123,37 +106,85 @@ fn unclosed(dir: &Path) -> PathBuf {
     let mut port = store.disks()[0].open_port().unwrap();
     write(&mut port, 8, 2, 8);
     write(&mut port, 12, 3, 8);
-    end(&mut port, Operation::Flush);
+    flush(&mut port);
     let (sector, sectors) = (32, 16);
-    end(&mut port, Operation::Discard { sector, sectors });
-    end(&mut port, Operation::Flush);
+    run(&mut port, Operation::Discard { sector, sectors }).unwrap();
+    flush(&mut port);
     let operation = Operation::WriteZeroes {
         sector: 50,
         sectors: 1,
         unmap: false,
     };
-    end(&mut port, operation);
-    end(&mut port, Operation::Flush);
+    run(&mut port, operation).unwrap();
+    flush(&mut port);
     write(&mut port, 8 * MIB / 512 - 8, 9, 8);
-    end(&mut port, Operation::Flush);
+    flush(&mut port);
     let crashed = dir.join("crashed");
     crash(&log, &[&disk], &crashed);
     crashed
 }
 
-/// The contents of the disk that `unclosed` makes, as its guest would read them.
-fn unclosed_bytes() -> Vec<u8> {
-    let mut bytes = vec![0; 8 << 20];
-    let mut fill = |sectors: std::ops::Range<usize>, byte| {
+/// The disk that `unclosed` makes, as its guest would read it: the base image, which has LSN 1, and
+/// as it was after each of the five records.
+fn states() -> Vec<Vec<u8>> {
+    let mut bytes = vec![0; 8 * MIB as usize];
+    let changes = [
+        (0..128, 1),
+        (8..16, 2),
+        (12..20, 3),
+        (32..48, 0),
+        (50..51, 0),
+        (16376..16384, 9),
+    ];
+    let states = changes.into_iter().map(|(sectors, byte)| {
         bytes[sectors.start * 512..sectors.end * 512].fill(byte);
-    };
-    fill(0..128, 1);
-    fill(8..12, 2);
-    fill(12..20, 3);
-    fill(32..48, 0);
-    fill(50..51, 0);
-    fill(16376..16384, 9);
-    bytes
+        bytes.clone()
+    });
+    states.collect()
+}
+
+fn unclosed_bytes() -> Vec<u8> {
+    states().pop().unwrap()
+}
+
+/// What each command prints, what it makes, and what it changes.
+#[test]
+fn each_command_answers_and_does_it() {
+    let dir = tempfile::tempdir().unwrap();
+    let dir = unclosed(dir.path());
+    run_sessions("answers", &dir, []);
+    let states = states();
+    for (name, after) in [
+        ("lsn-1", 0),
+        ("lsn-3", 2),
+        ("cid-3", 3),
+        ("newest", 5),
+        ("clone", 3),
+        ("again", 3),
+        ("back", 2),
+        ("before", 5),
+    ] {
+        let bytes = std::fs::read(dir.join(name)).unwrap();
+        assert!(bytes == states[after], "{name}");
+    }
+    for name in ["out", "disk.img"] {
+        let bytes = std::fs::read(dir.join(name)).unwrap();
+        assert!(bytes == states[5][..4 << 20], "{name}");
+    }
+    // What was refused was not made.
+    let none = [
+        "none",
+        "none.wal",
+        "none.img",
+        "none.img.wal",
+        "third",
+        "clone.wal",
+    ];
+    assert!(
+        none.iter().all(|name| !dir.join(name).exists()),
+        "{:?}",
+        names(&dir)
+    );
 }
 
 #[test]
@@ -172,112 +203,40 @@ fn a_sparse_image_goes_in_and_comes_out_with_its_holes() {
     let copied = report["copied_bytes"].as_u64().unwrap();
     let allocated = raw.metadata().unwrap().blocks() * 512;
     assert!((MIB..2 * MIB).contains(&copied), "{report}");
-    assert!(done(dir, "disk check disk.img").contains("clean"));
-    let text = done(dir, "disk export disk.img out");
-    assert!(
-        text.starts_with("out: exported disk.img: 256 MiB, "),
-        "{text}"
-    );
+    // A pipe gets no progress bar: `done` asserts that stderr is empty.
+    done(dir, "disk export disk.img out");
     let want = std::fs::read(dir.join("raw")).unwrap();
     for name in ["disk.img", "out"] {
         assert!(std::fs::read(dir.join(name)).unwrap() == want, "{name}");
         let blocks = std::fs::metadata(dir.join(name)).unwrap().blocks() * 512;
-        assert!(
-            blocks <= allocated + 64 * 1024,
-            "{name}: {blocks} > {allocated}"
-        );
+        let most = allocated + 64 * 1024;
+        assert!(blocks <= most, "{name}: {blocks} > {most}");
     }
-    // A raw image without a log is a disk too; a pipe gets no progress bar (`done` asserts that
-    // stderr is empty).
-    done(dir, "disk export raw out --force --json");
-    // The result is the same with any number of threads.
-    for threads in ["1", "3"] {
-        done(
-            dir,
-            &format!("disk import again.img raw --threads {threads}"),
-        );
-        done(
-            dir,
-            &format!("disk export again.img out --force --threads {threads}"),
-        );
-        done(dir, &format!("disk check again.img --threads {threads}"));
-        for name in ["again.img", "out"] {
-            assert!(std::fs::read(dir.join(name)).unwrap() == want, "{name}");
-        }
-        std::fs::remove_file(dir.join("again.img")).unwrap();
-        std::fs::remove_dir_all(dir.join("again.img.wal")).unwrap();
-    }
-    refused(dir, "disk check raw --threads 0", 2, &["--threads"]);
+    // A raw image without a log is a disk too.
+    done(dir, "disk export raw out --force --threads 3");
     assert_eq!(names(dir), ["disk.img", "disk.img.wal", "out", "raw"]);
 }
 
+/// What an export of a disk with records in its log has, and what it leaves as it is.
 #[test]
-fn export_writes_the_current_contents_and_checkpoint_makes_the_image_equal() {
+fn an_export_has_what_the_log_holds_and_changes_nothing() {
     let dir = tempfile::tempdir().unwrap();
-    let crashed = unclosed(dir.path());
-    let files = |dir: &Path| -> Vec<Vec<u8>> {
+    let dir = unclosed(dir.path());
+    let files = || {
         let log = dir.join("disk.img.wal");
-        let mut paths: Vec<_> = names(&log).iter().map(|name| log.join(name)).collect();
-        paths.push(dir.join("disk.img"));
+        let paths = names(&log).into_iter().map(|name| log.join(name));
+        let paths = paths.chain([dir.join("disk.img")]);
         paths
-            .iter()
             .map(|path| std::fs::read(path).unwrap())
-            .collect()
+            .collect::<Vec<_>>()
     };
-    let before = files(&crashed);
+    let before = files();
     assert!(before.last().unwrap() != &unclosed_bytes());
-    done(&crashed, "disk export disk.img out");
-    assert!(std::fs::read(crashed.join("out")).unwrap() == unclosed_bytes());
-    assert!(before == files(&crashed), "an export changes nothing");
-    done(&crashed, "disk checkpoint disk.img");
-    assert!(std::fs::read(crashed.join("disk.img")).unwrap() == unclosed_bytes());
-    if have("qemu-img", "qemu-utils") {
-        let compared = Command::new("qemu-img")
-            .args(["compare", "-f", "raw", "-F", "raw", "disk.img", "out"])
-            .current_dir(&crashed)
-            .output()
-            .unwrap();
-        assert!(compared.status.success(), "{compared:?}");
-    }
-    // Imports the image again as a second disk of the existing log.
-    done(
-        &crashed,
-        "disk import again.img out --log disk.img.wal --json",
-    );
-    let info = json(&done(
-        &crashed,
-        "disk info again.img --log disk.img.wal --json",
-    ));
-    assert_eq!(info["log"]["disks"].as_array().unwrap().len(), 2);
-    assert!(std::fs::read(crashed.join("again.img")).unwrap() == unclosed_bytes());
-}
-
-#[test]
-fn resizes_keep_the_data_and_refuse_to_lose_it() {
-    let dir = tempfile::tempdir().unwrap();
-    let crashed = unclosed(dir.path());
-    let crashed = crashed.as_path();
-    // Resizes with records in the log, and without.
-    let report = json(&done(crashed, "disk resize disk.img --size 16M --json"));
-    assert_eq!(
-        (&report["size_bytes"], &report["old_size_bytes"]),
-        (&(16 * MIB).into(), &(8 * MIB).into())
-    );
-    let mut want = unclosed_bytes();
-    want.resize(16 << 20, 0);
-    done(crashed, "disk export disk.img grown");
-    assert!(std::fs::read(crashed.join("grown")).unwrap() == want);
-    let lost = &["disk.img", "8388096", "lose", "--shrink"];
-    refused(crashed, "disk resize disk.img --size 8388096", 1, lost);
-    let text = done(crashed, "disk resize disk.img --size 8M");
-    assert_eq!(text, "disk.img: 8 MiB now, 16 MiB before\n");
-    refused(crashed, "disk resize disk.img --size 8388096", 1, lost);
-    done(crashed, "disk resize disk.img --size 4M --shrink");
-    done(crashed, "disk resize disk.img --size 8M");
-    want.truncate(8 << 20);
-    want[4 << 20..].fill(0);
-    assert!(std::fs::read(crashed.join("disk.img")).unwrap() == want);
-    assert!(done(crashed, "disk check disk.img").contains("clean"));
+    done(&dir, "disk export disk.img out");
+    assert!(std::fs::read(dir.join("out")).unwrap() == unclosed_bytes());
+    assert!(before == files());
+    done(&dir, "disk checkpoint disk.img");
+    assert!(std::fs::read(dir.join("disk.img")).unwrap() == unclosed_bytes());
 }
 
 #[test]
@@ -291,56 +250,47 @@ fn bad_input_is_one_line_and_changes_nothing() {
     std::fs::write(dir.join("full.wal/file"), []).unwrap();
     done(dir, "disk create disk.img --size 1M");
     let before = names(dir);
-    let store = {
-        let options = [DiskOptions::new(dir.join("open.img"))];
-        create_disk(
-            &dir.join("open.img"),
-            MIB,
-            &dir.join("open.img.wal"),
-            &SMALL,
-        )
-        .unwrap();
-        Store::open(&dir.join("open.img.wal"), &options, &SMALL).unwrap()
-    };
     run_sessions("bad-input", dir, []);
-    store.close().unwrap();
-    std::fs::remove_file(dir.join("open.img")).unwrap();
-    std::fs::remove_dir_all(dir.join("open.img.wal")).unwrap();
     assert_eq!(names(dir), before, "nothing is left behind");
     assert!(std::fs::read(dir.join("raw")).unwrap() == [7; 1024]);
     assert_eq!(std::fs::metadata(dir.join("disk.img")).unwrap().len(), MIB);
 }
 
-/// An image is removed while its log stays, and a new disk is made in its place.
+/// The file that another process has open is named.
 #[test]
-fn a_new_disk_never_gets_records_of_a_deleted_one() {
+fn what_is_open_elsewhere_is_refused_and_stays() {
     let dir = tempfile::tempdir().unwrap();
-    let crashed = unclosed(dir.path());
-    std::fs::write(crashed.join("raw"), vec![5; 8 << 20]).unwrap();
-    // After the checkpoint everything is in the base image, so the log can forget the disk.
-    done(&crashed, "disk checkpoint disk.img");
-    std::fs::remove_file(crashed.join("disk.img")).unwrap();
-    done(&crashed, "disk import disk.img raw");
-    assert!(done(&crashed, "disk check disk.img").contains("clean"));
-    let info = json(&done(&crashed, "disk info disk.img --json"));
-    assert_eq!(info["log"]["disks"].as_array().unwrap().len(), 1);
-
-    // With records left in the log, a new disk is refused.
-    let log = crashed.join("disk.img.wal");
-    let disk = crashed.join("disk.img");
-    let store = Store::open(&log, &[DiskOptions::new(&disk)], &SMALL).unwrap();
-    let mut port = store.disks()[0].open_port().unwrap();
-    write(&mut port, 0, 6, 8);
-    end(&mut port, Operation::Flush);
-    let kept = crashed.join("kept");
-    crash(&log, &[], &kept);
-    drop(port);
+    let dir = dir.path();
+    std::fs::write(dir.join("raw"), [7; 1024]).unwrap();
+    for name in ["disk.img", "other.img", "open.img"] {
+        done(dir, &format!("disk create {name} --size 1M"));
+    }
+    let disks = [DiskOptions::new(dir.join("open.img"))];
+    let store = Store::open(&dir.join("open.img.wal"), &disks, &small()).unwrap();
+    let before = names(dir);
+    let process = &format!("process {}", std::process::id());
+    let (log, open) = (
+        "open.img.wal/control: already open elsewhere",
+        "open.img: already open",
+    );
+    std::thread::scope(|scope| {
+        // Each waits a few seconds, for it could be that a killed process is about to end.
+        for (arguments, parts) in [
+            ("disk import a.img raw --log open.img.wal", [log, process]),
+            ("disk import b.img open.img", [open, ""]),
+            (
+                "disk export disk.img disk.img --force",
+                ["disk.img: already open", ""],
+            ),
+            ("disk export other.img open.img --force", [open, ""]),
+            ("disk export open.img new", [log, process]),
+            ("disk resize open.img --size 2M", [log, process]),
+            ("disk restore open.img --at -0s --in-place", [log, process]),
+            ("log dump open.img.wal", [log, process]),
+        ] {
+            scope.spawn(move || refused(dir, arguments, 1, &parts));
+        }
+    });
     store.close().unwrap();
-    std::fs::remove_dir_all(&log).unwrap();
-    std::fs::rename(kept.join("disk.img.wal"), &log).unwrap();
-    std::fs::remove_file(&disk).unwrap();
-    let parts = &["disk.img", "unapplied", "disk discard"];
-    refused(&crashed, "disk import disk.img raw", 1, parts);
-    refused(&crashed, "disk create disk.img --size 8M", 1, parts);
-    assert!(!disk.exists());
+    assert_eq!(names(dir), before, "nothing is left behind");
 }
