@@ -144,30 +144,3 @@ fn a_directory_that_is_not_there_is_named() {
         "{errors}"
     );
 }
-
-/// Runs with an empty /dev, in a mount namespace of its own.
-#[test]
-fn without_kvm_one_line_says_how_to_get_one() {
-    let directory = tempfile::tempdir().expect("a directory");
-    let script = "mount -t tmpfs none /dev && echo hidden && exec \"$0\" demo --dir \"$1\"";
-    let output = Command::new("unshare")
-        .args(["--mount", "sh", "-c", script, WALVISOR])
-        .arg(directory.path())
-        .output();
-    let output = match output {
-        Ok(output) if output.stdout.starts_with(b"hidden") => output,
-        Ok(output) => {
-            let reason = String::from_utf8_lossy(&output.stderr);
-            return println!("skipped: no mount namespace here: {}", reason.trim());
-        }
-        Err(error) => return println!("skipped: unshare: {error}"),
-    };
-    let errors = String::from_utf8_lossy(&output.stderr);
-    assert_eq!(output.status.code(), Some(1), "{errors}");
-    assert_eq!(errors.lines().count(), 1, "{errors}");
-    assert!(
-        errors.contains("/dev/kvm does not exist") && errors.contains("modprobe"),
-        "{errors}"
-    );
-    assert_eq!(entries(directory.path()), 0, "nothing is touched");
-}

@@ -8,7 +8,7 @@ use std::process::Output;
 use walvisor_tests::{QemuNbd, have, run_sessions};
 
 use crate::kernel::{self, KernelAction};
-use crate::{has_kvm, stderr, walvisor};
+use crate::{has_kvm, stderr, stdout, walvisor};
 
 /// Asserts exit `status`, and one line on stderr that contains each of `parts`.
 #[track_caller]
@@ -29,26 +29,19 @@ fn wrong_usage_is_one_line_and_status_2() {
     run_sessions("usage", dir.path(), []);
 }
 
-#[test]
-fn more_memory_than_the_machine_has_needs_overcommit() {
-    let told = rustix::system::sysinfo();
-    let machine = (told.totalram + told.totalswap) * u64::from(told.mem_unit);
-    let memory = (machine + 1).next_multiple_of(1 << 30);
-    if memory > 1 << 40 {
-        return println!("skipped: this machine has more memory than a guest can have");
-    }
-    let why = format!("--memory {memory}: this machine has {machine} bytes");
-    let parts = [why.as_str(), "give less", "--overcommit"];
-    let run = format!("run --kernel /nowhere/vmlinuz --memory {memory}");
-    refused(&walvisor(&run, &[]), 2, &parts);
-    // The next thing that is wrong.
-    let meant = walvisor(&format!("{run} --overcommit"), &[]);
-    refused(&meant, 1, &["/nowhere/vmlinuz"]);
+/// Runs `walvisor`, asserts success and an empty stderr, and returns stdout.
+fn shown(arguments: &str) -> String {
+    let output = walvisor(arguments, &[]);
+    assert_eq!(output.status.code(), Some(0), "{arguments}");
+    assert!(output.stderr.is_empty(), "{arguments}");
+    stdout(&output)
 }
 
 /// What can be written after `--disk` is in the help of each command that takes it.
 #[test]
 fn help_lists_the_keys_of_a_disk() {
+    assert!(shown("--help").starts_with("A small KVM VMM"));
+    assert!(shown("--version").starts_with("walvisor "));
     for (command, key, other) in [
         ("run", "  transport=\n", "  socket=\n"),
         ("serve nbd", "  port=\n", "  transport=\n"),
@@ -56,53 +49,40 @@ fn help_lists_the_keys_of_a_disk() {
         ("serve tcmu", "  fabric=\n", "  answer=\n"),
         ("serve ublk", "  queue-size=\n", "  fabric=\n"),
     ] {
-        let shown = |arguments: &str| {
-            let output = walvisor(&format!("{command} {arguments}"), &[]);
-            assert_eq!(output.status.code(), Some(0));
-            String::from_utf8(output.stdout).unwrap()
-        };
-        let keys = shown("--disk help");
+        let keys = shown(&format!("{command} --disk help"));
+        let first = format!("A disk of 'walvisor {command}': ");
+        assert!(keys.starts_with(&first), "{keys}");
         assert!(keys.contains(key) && !keys.contains(other), "{keys}");
         assert!(keys.contains("[default: writeback]"), "{keys}");
-        let help = shown("--help");
-        assert!(
-            help.contains(keys.trim()) && help.contains("--seccomp"),
-            "{help}"
-        );
-        assert!(!shown("-h").contains(key));
+        let help = shown(&format!("{command} --help"));
+        let all = help.contains(keys.trim()) && help.contains("--seccomp");
+        assert!(all, "{help}");
+        assert!(!shown(&format!("{command} -h")).contains(key));
     }
 }
 
 /// Options stand with those of their subject, and keys too.
 #[test]
 fn help_of_run_has_headings() {
-    let help = walvisor("run --help", &[]).stdout;
-    let help = String::from_utf8(help).unwrap();
-    let mut headings: Vec<(&str, Vec<&str>)> = Vec::new();
+    let help = shown("run --help");
+    let (mut heading, mut found) = ("", Vec::new());
     for line in help.lines() {
-        if let Some(heading) = line.strip_suffix(':').filter(|text| !text.starts_with(' ')) {
-            headings.push((heading, vec![]));
-        } else if let (Some((_, options)), Some(at)) = (headings.last_mut(), line.find("--"))
-            && line[..at].trim().len() <= "-h,".len()
-        {
-            let name = &line[at..];
-            options.push(name.split([' ', '[', '=']).next().unwrap());
+        match line.strip_suffix(':') {
+            Some(name) if !name.starts_with(' ') => {
+                heading = name;
+                found.push((heading, ""));
+            }
+            _ => found.push((heading, line.trim_start().trim_start_matches("-h, "))),
         }
     }
-    let names: Vec<_> = headings.iter().map(|(name, _)| *name).collect();
-    assert_eq!(
-        names,
-        [
-            "Options",
-            "Guest",
-            "Devices",
-            "Process",
-            "The disk",
-            "Its device",
-            "Its limits",
-            "Its log"
-        ]
-    );
+    let names = found
+        .iter()
+        .filter(|(name, line)| line.is_empty() && !name.is_empty());
+    let mut names: Vec<_> = names.map(|(name, _)| *name).collect();
+    names.dedup();
+    let disk = ["The disk", "Its device", "Its limits", "Its log"];
+    assert_eq!(names[..4], ["Options", "Guest", "Devices", "Process"]);
+    assert_eq!(names[4..], disk);
     for (heading, option) in [
         ("Guest", "--kernel"),
         ("Guest", "--memory"),
@@ -111,36 +91,9 @@ fn help_of_run_has_headings() {
         ("Process", "--control"),
         ("Process", "--seccomp"),
     ] {
-        let of = headings.iter().filter(|(_, all)| all.contains(&option));
+        let of = found.iter().filter(|(_, line)| line.starts_with(option));
         let of: Vec<_> = of.map(|(name, _)| *name).collect();
         assert_eq!(of, [heading], "{option}: {help}");
-    }
-}
-
-#[test]
-fn help_and_version_exit_with_success() {
-    for (arguments, first) in [
-        ("--help", "A small KVM VMM"),
-        ("--version", "walvisor "),
-        ("run --help", "Boot a Linux guest"),
-        ("run --disk help", "A disk of 'walvisor run': "),
-        ("serve nbd --disk help", "A disk of 'walvisor serve nbd': "),
-        (
-            "serve vhost-user --disk path=a,socket=s --disk help",
-            "A disk of 'walvisor serve vhost-user': ",
-        ),
-        (
-            "serve tcmu --disk help",
-            "A disk of 'walvisor serve tcmu': ",
-        ),
-    ] {
-        let output = walvisor(arguments, &[]);
-        assert_eq!(output.status.code(), Some(0));
-        let shown = String::from_utf8(output.stdout).unwrap();
-        assert!(
-            shown.starts_with(first) && output.stderr.is_empty(),
-            "{shown}"
-        );
     }
 }
 
@@ -209,88 +162,78 @@ fn a_bad_initrd_or_command_line_is_a_clear_error() {
         return;
     }
     let directory = tempfile::tempdir().unwrap();
-    let kernel = kernel::save(
-        directory.path(),
-        "bzImage",
-        &kernel::bzimage(KernelAction::PowerOff),
-    );
-    let kernel = kernel.as_os_str();
+    let bzimage = kernel::bzimage(KernelAction::PowerOff);
+    let kernel = kernel::save(directory.path(), "bzImage", &bzimage);
     let initrd = directory.path().join("initrd");
     fs::write(&initrd, vec![0; 5 << 20]).unwrap();
-    let run = |rest: &[&OsStr]| {
-        let mut all = vec![kernel];
-        all.extend(rest);
-        walvisor("run --memory 4M --console off --kernel", &all)
-    };
-    refused(
-        &run(&["--initrd".as_ref(), "/nowhere".as_ref()]),
-        1,
-        &["initrd '/nowhere'"],
-    );
-    refused(
-        &run(&["--initrd".as_ref(), initrd.as_ref()]),
-        1,
-        &["initrd", "--memory", "7 MiB"],
-    );
     let long = "x".repeat(2048);
-    refused(
-        &run(&["--cmdline".as_ref(), long.as_ref()]),
-        1,
-        &["2048 bytes", "2047", "--cmdline"],
-    );
-    refused(
-        &run(&["--metrics".as_ref(), "/nowhere/m".as_ref()]),
-        1,
-        &["metrics '/nowhere/m'"],
-    );
+    let cases: [(&str, &OsStr, &[&str]); 4] = [
+        ("--initrd", "/nowhere".as_ref(), &["initrd '/nowhere'"]),
+        (
+            "--initrd",
+            initrd.as_ref(),
+            &["initrd", "--memory", "7 MiB"],
+        ),
+        (
+            "--cmdline",
+            long.as_ref(),
+            &["2048 bytes", "2047", "--cmdline"],
+        ),
+        (
+            "--metrics",
+            "/nowhere/m".as_ref(),
+            &["metrics '/nowhere/m'"],
+        ),
+    ];
+    for (option, value, parts) in cases {
+        let run = "run --memory 4M --console off --kernel";
+        let rest = [kernel.as_os_str(), option.as_ref(), value];
+        refused(&walvisor(run, &rest), 1, parts);
+    }
 }
 
 #[test]
 fn bad_disks_are_clear_errors_and_stay_unchanged() {
     let directory = tempfile::tempdir().unwrap();
-    let at = |name: &str| directory.path().join(name).display().to_string();
-    let kernel = kernel::save(
-        directory.path(),
-        "bzImage",
-        &kernel::bzimage(KernelAction::PowerOff),
-    );
-    let kernel = kernel.to_str().unwrap();
-    let run = |specs: &[String]| {
-        let mut all = vec![OsStr::new(kernel), "--console".as_ref(), "off".as_ref()];
-        for spec in specs {
-            all.extend([OsStr::new("--disk"), spec.as_ref()]);
-        }
-        walvisor("run --memory 4M --kernel", &all)
-    };
-    refused(
-        &run(&[format!("path={}", at("none.img"))]),
-        1,
-        &["none.img"],
-    );
-    fs::write(at("odd.img"), [7; 513]).unwrap();
-    refused(
-        &run(&[format!("path={}", at("odd.img"))]),
-        1,
-        &["odd.img", "512"],
-    );
-    assert_eq!(fs::read(at("odd.img")).unwrap(), [7; 513]);
-    if have("qemu-nbd", "qemu-utils") {
-        fs::write(at("held.img"), [7; 1024]).unwrap();
-        let _held = QemuNbd::start(directory.path(), "held.img");
-        let parts = &["held.img", "QEMU", "open for writing", "fuser -v"];
-        refused(&run(&[format!("path={}", at("held.img"))]), 1, parts);
+    let dir = directory.path();
+    let at = |name: &str| dir.join(name).display().to_string();
+    let kernel = kernel::save(dir, "bzImage", &kernel::bzimage(KernelAction::PowerOff));
+    for (name, len) in [("odd.img", 513), ("held.img", 1024), ("a.img", 4096)] {
+        fs::write(at(name), vec![7; len]).unwrap();
     }
-    assert!(
-        !fs::exists(at("odd.img.wal")).unwrap(),
-        "a log was made for a refused disk"
-    );
-    fs::write(at("a.img"), [7; 4096]).unwrap();
-    let twice = format!("path={},log={}", at("a.img"), at("log"));
-    refused(
-        &run(&[twice.clone(), twice]),
-        1,
-        &["a.img", "open already", "its own image"],
-    );
+    let held = have("qemu-nbd", "qemu-utils").then(|| QemuNbd::start(dir, "held.img"));
+    let mut cases: Vec<(&[&str], &[&str])> = vec![
+        (&["none.img"], &["none.img"]),
+        (&["odd.img"], &["odd.img", "512"]),
+        (
+            &["a.img", "a.img"],
+            &["a.img", "open already", "its own image"],
+        ),
+    ];
+    if held.is_some() {
+        let parts = &["held.img", "QEMU", "open for writing", "fuser -v"];
+        cases.push((&["held.img"], parts));
+    }
+    for (names, parts) in cases {
+        let mut rest = vec![kernel.clone().into_os_string()];
+        for name in names {
+            let log = if names.len() > 1 {
+                format!(",log={}", at("log"))
+            } else {
+                String::new()
+            };
+            let spec = format!("path={}{log}", at(name));
+            rest.extend(["--disk".into(), spec.into()]);
+        }
+        let rest: Vec<_> = rest.iter().map(AsRef::as_ref).collect();
+        refused(
+            &walvisor("run --memory 4M --console off --kernel", &rest),
+            1,
+            parts,
+        );
+    }
+    assert_eq!(fs::read(at("odd.img")).unwrap(), [7; 513]);
+    assert!(!fs::exists(at("odd.img.wal")).unwrap(), "a log was made");
     assert_eq!(fs::read(at("a.img")).unwrap(), [7; 4096]);
 }
 
@@ -299,15 +242,17 @@ fn a_bad_kernel_or_initrd_leaves_no_log_beside_a_raw_image() {
     let directory = tempfile::tempdir().unwrap();
     let at = |name: &str| directory.path().join(name).display().to_string();
     let bzimage = kernel::bzimage(KernelAction::PowerOff);
-    fs::write(at("raw.img"), [7; 4096]).unwrap();
-    fs::write(at("whole"), &bzimage).unwrap();
-    fs::write(at("cut"), &bzimage[..1200]).unwrap();
-    fs::write(at("text"), [b'x'; 4096]).unwrap();
-    fs::write(at("old-metrics"), "old").unwrap();
-    let cases: [(&str, &[&str], &str); 6] = [
+    for (name, contents) in [
+        ("raw.img", &[7; 4096][..]),
+        ("whole", &bzimage),
+        ("cut", &bzimage[..1200]),
+        ("old-metrics", b"old"),
+    ] {
+        fs::write(at(name), contents).unwrap();
+    }
+    let cases: [(&str, &[&str], &str); 5] = [
         ("none", &[], "kernel '"),
         ("cut", &[], "truncated"),
-        ("text", &[], "neither a bzImage nor an ELF"),
         ("whole", &["--initrd", "/nowhere"], "initrd '/nowhere'"),
         ("whole", &["--initrd", "/"], "initrd '/'"),
         ("whole", &["--console", "file:/nowhere/c"], "console '"),

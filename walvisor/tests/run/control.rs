@@ -10,10 +10,12 @@ use std::time::{Duration, Instant};
 use rustix::process::Signal;
 use serde_json::{Value, json};
 use walvisor_testkit::{Process, http};
-use walvisor_tests::{have, metrics_complaints};
 
 use crate::kernel::{self, KernelAction};
 use crate::{command, has_kvm, stderr, wait_for};
+
+/// The arguments of a second disk, `r`.
+const SECOND_DISK: [&str; 2] = ["--disk", "backend=ram,size=1M,serial=r,transport=pci"];
 
 /// A guest that runs on two vCPUs and a WAL disk `disk.img` of 1 MiB, with a control socket.
 /// Dropping it kills it.
@@ -25,6 +27,12 @@ pub struct Guest {
 impl Guest {
     /// Boots a kernel that does `then`, and waits until it has printed `said`.
     pub fn start(then: KernelAction, said: &str, arguments: &[&str]) -> Self {
+        let guest = Self::boot(then, arguments);
+        guest.wait_until_it_says(said);
+        guest
+    }
+
+    fn boot(then: KernelAction, arguments: &[&str]) -> Self {
         let dir = tempfile::tempdir().unwrap();
         kernel::save(dir.path(), "bzImage", &kernel::bzimage(then));
         let disk = dir.path().join("disk.img");
@@ -33,16 +41,14 @@ impl Guest {
             .unwrap();
         assert!(created.status.success(), "{}", stderr(&created));
         let child = run(dir.path(), arguments);
-        let guest = Self { child, dir };
-        guest.wait_until_it_says(said);
-        guest
+        Self { child, dir }
     }
 
-    /// Kills the VMM three times at any point, and each time starts another on the files that are
+    /// Kills the VMM twice at any point, and each time starts another on the files that are
     /// left, without unlocking, repairing or removing any; waits until the guest has printed `said`
     /// once more.
     pub fn kill_and_start_again(&mut self, said: &str) {
-        for round in 2..5 {
+        for round in 2..4 {
             self.child.kill().unwrap();
             self.child.wait().unwrap();
             self.child = run(self.dir.path(), &[]);
@@ -128,19 +134,8 @@ fn a_guest_that_resets_boots_again_on_the_same_disks() {
         (KernelAction::ResetRegister, "signal"),
         (KernelAction::ResetKeyboard, "shutdown --now"),
     ] {
-        let dir = tempfile::tempdir().unwrap();
-        kernel::save(dir.path(), "bzImage", &kernel::bzimage(then));
-        let disk = dir.path().join("disk.img");
-        let created = command(["disk", "create", disk.to_str().unwrap(), "--size", "1M"]);
-        let created = { created }.output().unwrap();
-        assert!(created.status.success(), "{}", stderr(&created));
-        let second = "backend=ram,size=1M,serial=r,transport=pci";
-        let more = ["--on-reboot", "restart", "--disk", second];
-        let child = run(
-            dir.path(),
-            &[&more[..], &["--metrics-listen", "unix:m"]].concat(),
-        );
-        let guest = Guest { child, dir };
+        let arguments = ["--on-reboot", "restart", "--metrics-listen", "unix:m"];
+        let guest = Guest::boot(then, &[&arguments[..], &SECOND_DISK].concat());
         let boots = || {
             let console = std::fs::read_to_string(guest.path("console")).unwrap_or_default();
             assert!(
@@ -208,22 +203,17 @@ fn a_guest_is_looked_at_paused_and_resumed() {
     let mode = std::fs::metadata(guest.path("ctl")).unwrap().permissions();
     assert_eq!(mode.mode() & 0o777, 0o600);
     let stats = guest.stats();
-    assert_eq!(
-        (&stats["kind"], &stats["state"]),
-        (&json!("run"), &json!("running"))
-    );
-    assert_eq!(
-        (&stats["vcpus"], &stats["disks"][0]["transport"]),
-        (&json!(2), &json!("mmio"))
-    );
-    assert_eq!(stats["disks"][0]["size_bytes"], 1 << 20);
+    let disk = &stats["disks"][0];
+    let told = [&stats["kind"], &stats["state"], &stats["vcpus"]];
+    assert_eq!(told, [&json!("run"), &json!("running"), &json!(2)]);
+    let told = [&disk["transport"], &disk["size_bytes"]];
+    assert_eq!(told, [&json!("mmio"), &json!(1 << 20)]);
     guest.wait_for_more_exits(&stats);
 
     for _ in 0..3 {
         assert_eq!(guest.ctl("pause").unwrap(), "paused\n");
         let paused = guest.stats();
         assert_eq!(paused["state"], "paused");
-        std::thread::sleep(Duration::from_millis(20));
         assert_eq!(exits(&guest.stats()), exits(&paused), "nothing runs");
         assert_eq!(guest.ctl("resume").unwrap(), "running\n");
         guest.wait_for_more_exits(&paused);
@@ -248,112 +238,66 @@ fn a_guest_is_looked_at_paused_and_resumed() {
     ] {
         assert!(text.contains(metric), "{metric}: {text}");
     }
-    if have("promtool", "prometheus") {
-        assert_eq!(metrics_complaints(&text), "", "{text}");
-    }
     assert!(guest.ctl("stats").unwrap().contains("running"));
     guest.ctl("pause").unwrap();
     guest.signal(Signal::TERM);
     assert_eq!(guest.end(), (Some(0), String::new()));
 }
 
+/// What the socket changes of a disk is what the guest's device has from then on.
 #[test]
 fn a_live_disk_grows_is_checkpointed_and_changes_its_cache() {
     if !has_kvm() {
         return;
     }
-    let guest = Guest::start(
-        KernelAction::Echo,
-        "up",
-        &["--disk", "backend=ram,size=1M,serial=r,transport=pci"],
-    );
-    let ctl = |words: &str| guest.ctl(words);
-    let name = guest.stats()["disks"][0]["name"]
-        .as_str()
-        .unwrap()
-        .to_owned();
-    let grown: Value =
-        serde_json::from_str(&ctl(&format!("--json resize --disk {name} --size 3M")).unwrap())
-            .unwrap();
-    assert_eq!(
-        (&grown["old_size_bytes"], &grown["size_bytes"]),
-        (&json!(1 << 20), &json!(3 << 20))
-    );
-    assert_eq!(
-        std::fs::metadata(guest.path("disk.img")).unwrap().len(),
-        3 << 20
-    );
-    assert_eq!(guest.stats()["disks"][0]["size_bytes"], 3 << 20);
-    let set: Value = serde_json::from_str(
-        &ctl(&format!("--json set-cache writethrough --disk {name}")).unwrap(),
-    )
-    .unwrap();
-    assert_eq!(set["cache"], "writethrough");
-    assert_eq!(guest.stats()["disks"][0]["cache"], "writethrough");
-    ctl(&format!("set-cache writeback --disk {name}")).unwrap();
-    assert_eq!(guest.stats()["disks"][0]["cache"], "writeback");
-    let limits: Value = serde_json::from_str(
-        &ctl(&format!(
-            "--json set-limit --disk {name} --ops-per-second 100 --bytes-per-second 1M \
-             --bytes-burst 4M"
-        ))
-        .unwrap(),
-    )
-    .unwrap();
-    assert_eq!(
-        (&limits["ops_per_second"], &limits["bytes_burst"]),
-        (&json!(100), &json!(4 << 20))
-    );
-    ctl(&format!("set-limit --disk {name} --bytes-per-second 0")).unwrap();
-    let limits = &guest.stats()["disks"][0]["limits"];
-    assert_eq!(
-        (&limits["ops_per_second"], &limits["bytes_burst"]),
-        (&json!(100), &json!(0))
-    );
-    assert_eq!(
-        ctl("checkpoint").unwrap(),
-        format!("{name}, r: checkpointed\n")
-    );
-    assert!(
-        guest.stats()["disks"][0]["log"]["checkpoints"]
-            .as_u64()
-            .unwrap()
-            <= 1
-    );
-    let copy = guest.path("copy");
-    let exported = ctl(&format!("export --disk {name} -o {}", copy.display())).unwrap();
-    assert!(
-        exported.ends_with(": 3 MiB, 0 B of them copied\n"),
-        "{exported}"
-    );
-    assert_eq!(std::fs::metadata(copy).unwrap().len(), 3 << 20);
+    let guest = Guest::start(KernelAction::Echo, "up", &SECOND_DISK);
+    let copy = guest.path("copy").display().to_string();
+    for (words, answer) in [
+        (
+            "resize --disk disk.img --size 3M",
+            "disk.img: 3 MiB, before 1 MiB\n",
+        ),
+        (
+            "set-cache writethrough --disk disk.img",
+            "disk.img: writethrough\n",
+        ),
+        (
+            "set-limit --disk disk.img --ops-per-second 100",
+            "disk.img: ",
+        ),
+        ("checkpoint", "disk.img, r: checkpointed\n"),
+        (&format!("export --disk disk.img -o {copy}"), &copy),
+    ] {
+        let answered = guest.ctl(words).unwrap();
+        assert!(answered.starts_with(answer), "{words}: {answered}");
+    }
+    let disk = &guest.stats()["disks"][0];
+    let told = [
+        &disk["size_bytes"],
+        &disk["cache"],
+        &disk["limits"]["ops_per_second"],
+    ];
+    assert_eq!(told, [&json!(3 << 20), &json!("writethrough"), &json!(100)]);
+    for file in [guest.path("disk.img"), copy.into()] {
+        assert_eq!(std::fs::metadata(file).unwrap().len(), 3 << 20);
+    }
     for (words, part) in [
         (
             "export --disk r -o none",
             "a disk without a log can't be exported",
         ),
         ("resize --size 3M", "say which disk"),
-        ("set-limit --disk r --ops-burst 3", "a burst needs a limit"),
         ("resize --disk x --size 3M", "no disk 'x'"),
         ("resize --disk r --size 2M", "cannot change its size"),
-        (&format!("resize --disk {name} --size 2M"), "cannot shrink"),
-        (
-            &format!("resize --disk {name} --size 1000001"),
-            "multiple of 512",
-        ),
+        ("resize --disk disk.img --size 2M", "cannot shrink"),
         ("add-disk path=other.img", "this monitor has no hot-plug"),
-        (
-            &format!("remove-disk {name}"),
-            "'walvisor serve vhost-user'",
-        ),
+        ("remove-disk r", "'walvisor serve vhost-user'"),
     ] {
-        let error = ctl(words).unwrap_err();
-        assert!(
-            error.contains(part) && error.lines().count() == 1,
-            "{words}: {error}"
-        );
+        let error = guest.ctl(words).unwrap_err();
+        let one = error.contains(part) && error.lines().count() == 1;
+        assert!(one, "{words}: {error}");
     }
-    assert_eq!(ctl("shutdown --now").unwrap(), "shutting down\n");
+    assert_eq!(guest.ctl("shutdown --now").unwrap(), "shutting down\n");
     assert_eq!(guest.end(), (Some(0), String::new()));
 }
 
@@ -397,15 +341,6 @@ fn no_control_client_harms_another_or_the_guest() {
         stream.write_all(bytes).unwrap();
         serde_json::from_str(&lines.next().unwrap().unwrap()).unwrap()
     };
-    let long = [&b"{\"execute\": \"".repeat(100_000)[..], b"\n"].concat();
-    for garbage in [&b"\x00\xff\n"[..], b"hello\n", b"{}\n", b"[]\n", &long] {
-        let answer = ask(garbage);
-        assert_eq!(answer["error"]["class"], "GenericError", "{answer}");
-    }
-    assert_eq!(
-        ask(b"{\"execute\": \"x\", \"id\": 7}\n")["error"]["class"],
-        "CommandNotFound"
-    );
     assert_eq!(ask(b"\n\r\n{\"execute\": \"stats\", \"id\": 8}\n")["id"], 8);
 
     // The client sends the rest of its line.
@@ -445,17 +380,4 @@ fn no_control_client_harms_another_or_the_guest() {
         guest.ctl("shutdown --now").is_ok()
     });
     assert_eq!(guest.end(), (Some(0), String::new()));
-}
-
-#[test]
-fn a_socket_without_a_listener_is_a_clear_error() {
-    let output = command(["ctl", "/nowhere/at/all", "stats"])
-        .output()
-        .unwrap();
-    assert_eq!(output.status.code(), Some(1));
-    let error = stderr(&output);
-    assert!(
-        error.contains("/nowhere/at/all") && error.contains("--control"),
-        "{error}"
-    );
 }

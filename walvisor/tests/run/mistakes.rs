@@ -76,13 +76,17 @@ fn a_machine_without_kvm_for_this_user_is_told_what_to_do() {
     let dir = tempfile::tempdir().unwrap();
     let dir = dir.path();
     kernel::save(dir, "vmlinuz", &kernel::bzimage(KernelAction::PowerOff));
-    // Another user must reach the program and the kernel.
-    fs::set_permissions(dir, fs::Permissions::from_mode(0o755)).unwrap();
+    // Another user must reach the program and the kernel, and could make files.
+    fs::set_permissions(dir, fs::Permissions::from_mode(0o777)).unwrap();
     fs::copy(env!("CARGO_BIN_EXE_walvisor"), dir.join("walvisor")).unwrap();
-    for (line, make) in KVM {
+    let commands = ["run --kernel vmlinuz --console off", "demo --dir ."];
+    let cases = KVM
+        .iter()
+        .flat_map(|case| commands.map(|words| (case, words)));
+    for ((line, make), words) in cases {
         let script = format!(
             "mount -t tmpfs none /dev && {make} && exec setpriv --reuid=65534 --regid=65534 \
-             --clear-groups ./walvisor run --kernel vmlinuz --console off"
+             --clear-groups ./walvisor {words}"
         );
         let mut typed = Command::new("unshare");
         typed
@@ -97,4 +101,5 @@ fn a_machine_without_kvm_for_this_user_is_told_what_to_do() {
             println!("skipped: {make}: {}", error.trim());
         }
     }
+    assert_eq!(fs::read_dir(dir).unwrap().count(), 2, "nothing is made");
 }

@@ -96,17 +96,13 @@ fn passt_ends_with_a_walvisor_that_is_killed() {
     wait_for("the end of passt", || !runs(passt));
 }
 
+/// How mistakes in what follows `--net` are told, `net_spec` shows.
 #[test]
-fn a_mistake_about_a_network_is_one_line() {
+fn a_network_that_is_not_there_is_one_line() {
     let (_directory, kernel) = kernel(KernelAction::PowerOff);
     let kernel = kernel.to_str().unwrap();
     for (net, status, parts) in [
         ("user", 2, ["'user': begin with passt, tap=NAME", "--net"]),
-        (
-            "passt,mtu=99999",
-            2,
-            ["mtu=99999: give a number from 1280", "--net"],
-        ),
         ("tap=no/tap", 1, ["tap=no/tap: ", "1 to 15 bytes"]),
         (
             "stream=/no/socket",
@@ -115,30 +111,15 @@ fn a_mistake_about_a_network_is_one_line() {
         ),
         ("passt", 1, ["no program passt", "apt-get install passt"]),
     ] {
-        let mut run = command(arguments(kernel, net));
-        if net == "passt" {
-            // `timeout` is found, and passt is not.
-            run = Command::new(env!("CARGO_BIN_EXE_walvisor"));
-            run.args(arguments(kernel, net)).env("PATH", "/no/programs");
-        }
+        let mut run = Command::new(env!("CARGO_BIN_EXE_walvisor"));
+        run.args(arguments(kernel, net)).env("PATH", "/no/programs");
         let run = run.output().unwrap();
         let error = stderr(&run);
         assert_eq!(run.status.code(), Some(status), "{net}: {error}");
         assert_eq!(error.lines().count(), 1, "{error}");
-        for part in parts {
-            assert!(error.contains(part), "{part:?} is missing: {error}");
-        }
+        assert!(parts.iter().all(|part| error.contains(part)), "{error}");
     }
     let help = command(["run", "--net", "help"]).output().unwrap();
     assert_eq!(help.status.code(), Some(0));
-    for key in [
-        "passt",
-        "tap=NAME",
-        "stream=SOCKET",
-        "mac=",
-        "mtu=",
-        "host=",
-    ] {
-        assert!(stdout(&help).contains(key), "{key}");
-    }
+    assert!(stdout(&help).contains("stream=SOCKET"));
 }

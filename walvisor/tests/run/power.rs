@@ -1,40 +1,29 @@
 //! The orderly end: SIGTERM and `walvisor ctl shutdown` press the guest's power button.
 
-use std::time::Duration;
-
 use rustix::process::Signal;
 
 use crate::control::Guest;
 use crate::kernel::KernelAction;
 use crate::{has_kvm, wait_for};
 
+/// By whichever of these the guest is asked to power off.
 #[test]
-fn sigterm_lets_a_guest_that_listens_power_off() {
+fn a_guest_that_listens_powers_off() {
     if !has_kvm() {
         return;
     }
-    for signal in [Signal::TERM, Signal::INT] {
+    let ask: [fn(&Guest); 4] = [
+        |guest| guest.signal(Signal::TERM),
+        |guest| guest.signal(Signal::INT),
+        // Also while the guest is paused.
+        |guest| assert!(guest.ctl("pause").is_ok() && guest.ctl("shutdown").is_ok()),
+        |guest| assert!(guest.ctl("pause").is_ok() && guest.ctl("shutdown --now").is_ok()),
+    ];
+    for ask in ask {
         let guest = Guest::start(KernelAction::AwaitButton, "upL", &[]);
-        guest.signal(signal);
-        let (code, errors) = guest.end();
-        assert_eq!((code, errors.as_str()), (Some(0), ""));
+        ask(&guest);
+        assert_eq!(guest.end(), (Some(0), String::new()));
     }
-}
-
-#[test]
-fn the_control_socket_presses_the_button_too() {
-    if !has_kvm() {
-        return;
-    }
-    let guest = Guest::start(KernelAction::AwaitButton, "upL", &[]);
-    // A shutdown works while the guest is paused, too.
-    guest.ctl("pause").unwrap();
-    guest.ctl("shutdown").unwrap();
-    assert_eq!(guest.end(), (Some(0), String::new()));
-    let guest = Guest::start(KernelAction::AwaitButton, "upL", &[]);
-    guest.ctl("pause").unwrap();
-    guest.ctl("shutdown --now").unwrap();
-    assert_eq!(guest.end(), (Some(0), String::new()));
 }
 
 #[test]
@@ -42,37 +31,24 @@ fn a_guest_that_does_not_power_off_is_stopped_in_the_end() {
     if !has_kvm() {
         return;
     }
-    let guest = Guest::start(
-        KernelAction::IgnoreButton,
-        "upL",
-        &["--power-down-seconds", "1"],
-    );
-    guest.signal(Signal::TERM);
-    let (code, errors) = guest.end();
+    let start = |seconds: &str| {
+        let wait = ["--power-down-seconds", seconds];
+        let guest = Guest::start(KernelAction::IgnoreButton, "upL", &wait);
+        guest.signal(Signal::TERM);
+        guest
+    };
+    let (code, errors) = start("1").end();
     assert_eq!(code, Some(0), "{errors}");
     assert!(errors.contains("not powered off within 1 s"), "{errors}");
-    // A second signal ends the wait for the guest, and so does `--power-down-seconds 0`.
-    let mut guest = Guest::start(
-        KernelAction::IgnoreButton,
-        "upL",
-        &["--power-down-seconds", "1000"],
-    );
-    guest.signal(Signal::TERM);
-    std::thread::sleep(Duration::from_millis(200));
-    assert!(guest.is_running());
+    assert_eq!(start("0").end(), (Some(0), String::new()));
+    // A second signal ends the wait for the guest.
+    let mut guest = start("1000");
+    assert!(guest.ctl("stats").is_ok());
     // A signal is lost while the previous one is still pending, so the test repeats it.
     wait_for("the end without the guest", || {
         guest.signal(Signal::TERM);
-        std::thread::sleep(Duration::from_millis(200));
         !guest.is_running()
     });
-    assert_eq!(guest.end(), (Some(0), String::new()));
-    let guest = Guest::start(
-        KernelAction::IgnoreButton,
-        "upL",
-        &["--power-down-seconds", "0"],
-    );
-    guest.signal(Signal::TERM);
     assert_eq!(guest.end(), (Some(0), String::new()));
 }
 
