@@ -1,10 +1,9 @@
 //! `walvisor-bench notify --load linux`: the counts on every path of the Linux kernels. The test
 //! checks no times.
 
-mod support;
-
-use support::{compare, number, rows, texts};
 use walvisor_guest_images::obstacle;
+
+use crate::{compare, number, rows, texts};
 
 /// The paths of user-mode Linux, of a machine with KVM, and of one with a newer kernel, in turn
 /// order.

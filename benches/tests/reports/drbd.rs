@@ -1,13 +1,12 @@
 //! `walvisor-bench drbd`: real DRBD between two machines. The tests check counts and contents. The
 //! only times that they check are those that the network's delay makes impossible.
 
-mod support;
-
 use std::io::{BufRead, BufReader, Write};
 use std::process::{Command, Stdio};
 
-use support::{bench, compare, number, rows};
 use walvisor_testkit::leash;
+
+use crate::{bench, compare, number, rows};
 
 const NEEDS: [(&str, &str); 6] = [
     ("linux.uml", "user-mode-linux"),

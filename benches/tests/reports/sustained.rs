@@ -1,20 +1,12 @@
-//! `walvisor-bench sustained`: its report, what it leaves behind, and its end after an interrupt.
-//! The tests check no times.
-
-mod support;
+//! `walvisor-bench sustained`: its report, and what it leaves behind.
 
 use std::path::Path;
-use std::process::{Command, Output, Stdio};
-use std::time::{Duration, Instant};
+use std::process::{Command, Output};
 
-use rustix::process::{Pid, Signal, kill_process};
 use serde_json::Value;
-use support::{bench, can_mount_volumes, number, texts};
-use walvisor_testkit::leash;
 use walvisor_tests::have;
 
-/// No turn takes this long on the slowest machine.
-const PATIENCE: Duration = Duration::from_secs(300);
+use crate::{bench, can_mount_volumes, number, texts};
 
 fn sustained(dir: &Path, arguments: &[&str]) -> Command {
     let mut command = bench(dir, &["sustained", "--size", "8M", "--json"]);
@@ -25,7 +17,7 @@ fn sustained(dir: &Path, arguments: &[&str]) -> Command {
 /// The report. Nothing of the disks is left, and no loop device.
 #[track_caller]
 fn report(dir: &Path, output: &Output) -> Value {
-    let report = support::report(output);
+    let report = crate::report(output);
     assert_eq!(std::fs::read_dir(dir).unwrap().count(), 0);
     let dir = dir.canonicalize().unwrap();
     for block in std::fs::read_dir("/sys/block").unwrap() {
@@ -179,52 +171,4 @@ fn only_the_sides_that_are_asked_for_take_turns() {
         assert_eq!(sides, expected, "{report}");
         assert!(rows.iter().all(|row| row["p50_us"].is_object()), "{report}");
     }
-}
-
-#[test]
-fn what_was_measured_before_an_interrupt_is_kept() {
-    if !have("qemu-nbd", "qemu-utils") {
-        return;
-    }
-    let media = if can_mount_volumes() {
-        "capped"
-    } else {
-        "directory"
-    };
-    let dir = tempfile::tempdir().unwrap();
-    // Without the interrupt this takes minutes.
-    let arguments = ["--media", media, "--only", "fsync", "--seconds", "2"];
-    let mut command = sustained(dir.path(), &arguments);
-    let child = command.args(["--rounds", "100"]);
-    let child = child.stdout(Stdio::piped()).stderr(Stdio::piped());
-    let child = leash(child).spawn().unwrap();
-    let pid = child.id();
-    // The peer's turn comes after the results of the first were kept.
-    let began = Instant::now();
-    while !children(pid).iter().any(|name| name == "qemu-nbd") {
-        assert!(began.elapsed() < PATIENCE, "no second turn");
-        std::thread::sleep(Duration::from_millis(5));
-    }
-    kill_process(Pid::from_child(&child), Signal::INT).unwrap();
-    let report = report(dir.path(), &child.wait_with_output().unwrap());
-    assert_eq!(report["interrupted"], true);
-    let rows = report["sections"][0]["rows"].as_array().unwrap();
-    assert!(rows[0]["p50_us"].is_object(), "{report}");
-    assert!(rows[1]["p50_us"].is_null(), "{report}");
-}
-
-/// The names of the children of a process.
-fn children(pid: u32) -> Vec<String> {
-    let mut names = Vec::new();
-    for process in std::fs::read_dir("/proc").unwrap().flatten() {
-        // Name in parentheses, state, parent (proc(5), `stat`).
-        let stat = std::fs::read_to_string(process.path().join("stat")).unwrap_or_default();
-        let Some((name, rest)) = stat.rsplit_once(") ") else {
-            continue;
-        };
-        if rest.split(' ').nth(1) == Some(&pid.to_string()) {
-            names.extend(name.split_once('(').map(|(_, name)| name.to_owned()));
-        }
-    }
-    names
 }

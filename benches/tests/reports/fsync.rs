@@ -1,16 +1,12 @@
 //! `walvisor-bench fsync`: a FLUSH reaches the medium or not, and what a cut loses and tears.
 
-mod support;
-
-use support::{bench, number, report, rows, texts};
 use walvisor_tests::have_all;
 
+use crate::{measure, number, rows, texts};
+
 #[test]
-fn cuts_lose_nothing_flushed_with_a_log_and_all_without_syncs() {
-    let dir = tempfile::tempdir().unwrap();
-    let only = "walvisor,walvisor-unsafe,walvisor-raw";
-    let only = ["fsync", "--quick", "--only", only, "--json"];
-    let report = report(&bench(dir.path(), &only).output().unwrap());
+fn cuts_lose_nothing_that_was_flushed() {
+    let report = measure(&["fsync", "--only", "walvisor"]);
     let rows = rows(&report, "doors");
     let ways = texts(rows, "way");
     let row = |way: &str| {
@@ -24,14 +20,25 @@ fn cuts_lose_nothing_flushed_with_a_log_and_all_without_syncs() {
     assert_eq!(number(log, "lost_by_kill"), 0.0, "{log}");
     assert_eq!(number(log, "lost_by_cut"), 0.0, "{log}");
     assert_eq!(number(log, "torn"), 0.0, "{log}");
-    let no_syncs = row("walvisor, cache=unsafe");
-    // The log syncs files of its own when it makes them, beside the clients if the machine is slow.
-    assert!(number(no_syncs, "per_flush_alone") < 1.0, "{no_syncs}");
-    assert_eq!(number(no_syncs, "lost_by_cut"), 10.0, "{no_syncs}");
     let raw = row("walvisor, backend=raw");
     assert!(number(raw, "per_flush_alone") >= 1.0, "{raw}");
     assert_eq!(number(raw, "lost_by_cut"), 0.0, "{raw}");
     assert!(number(raw, "torn") > 0.0, "{raw}");
+}
+
+/// Any sync makes durable what was written before it: also one of a file that the log makes
+/// meanwhile, or another process's of all file systems. Hardly three runs are hit by one, unless it
+/// is the disk that syncs.
+#[test]
+fn without_syncs_a_cut_loses_all_that_was_flushed() {
+    let loses_all = |_| {
+        let report = measure(&["fsync", "--only", "walvisor-unsafe"]);
+        let row = &rows(&report, "doors")[0];
+        assert_eq!(row["way"], "walvisor, cache=unsafe");
+        println!("{row}");
+        number(row, "per_flush_alone") < 1.0 && number(row, "lost_by_cut") == 10.0
+    };
+    assert!((0..3).any(loses_all));
 }
 
 #[test]
@@ -39,9 +46,7 @@ fn clients_in_user_mode_linux_commit_without_a_pause_and_lose_nothing() {
     if !have_all(&[("linux.uml", "user-mode-linux"), ("fio", "fio")]) {
         return;
     }
-    let dir = tempfile::tempdir().unwrap();
-    let only = ["fsync", "--quick", "--only", "uml-walvisor", "--json"];
-    let report = report(&bench(dir.path(), &only).output().unwrap());
+    let report = measure(&["fsync", "--only", "uml-walvisor"]);
     let row = &rows(&report, "guests")[0];
     assert!(number(row, "per_flush_alone") >= 1.0, "{row}");
     assert!(number(row, "per_flush_busy") > 0.0, "{row}");

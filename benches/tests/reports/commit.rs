@@ -1,33 +1,23 @@
-//! `walvisor-bench commit`: its results, its output files, and its end after an interrupt; and what
-//! any command refuses.
-
-mod support;
+//! `walvisor-bench commit`: its results, its output files, and its end after an interrupt.
 
 use std::process::Stdio;
-use std::time::{Duration, Instant};
 
 use rustix::process::{Pid, Signal, kill_process};
-use support::{assert_refused, bench, number, report, rows};
-use walvisor_testkit::leash;
+use walvisor_testkit::{leash, wait_until};
 
-/// No cell takes this long on the slowest machine.
-const PATIENCE: Duration = Duration::from_secs(600);
+use crate::{bench, measure, number, report, rows};
 
 #[test]
 fn groups_need_fewer_syncs_and_fewer_writes() {
-    let dir = tempfile::tempdir().unwrap();
-    let arguments = [
+    let report = measure(&[
         "commit",
-        "--json",
-        "--quick",
         "--only",
         "clients,waiters,wait,disks,mode,medium",
         // The number of commits in a group depends on the time of a sync. A slow sync makes that of
         // the processor negligible.
         "--sync-latency-us",
         "2000",
-    ];
-    let report = report(&bench(dir.path(), &arguments).output().unwrap());
+    ]);
     for row in rows(&report, "clients") {
         assert_eq!(number(row, "off_syncs_per_commit"), 1.0, "{row}");
         let on = number(row, "on_syncs_per_commit");
@@ -94,12 +84,11 @@ fn what_was_measured_before_an_interrupt_is_kept() {
         let mut entries = std::fs::read_dir(dir.path()).unwrap();
         entries.next().map(|entry| entry.unwrap().file_name())
     };
-    let (began, mut first) = (Instant::now(), None);
-    while first.is_none() || directory().is_none_or(|now| Some(now) == first) {
-        first = first.or_else(directory);
-        assert!(began.elapsed() < PATIENCE, "no second cell");
-        std::thread::sleep(Duration::from_millis(20));
-    }
+    let mut first = None;
+    wait_until("the second cell", || {
+        first = first.clone().or_else(directory);
+        first.is_some() && directory().is_some_and(|now| Some(now) != first)
+    });
     kill_process(pid, Signal::INT).unwrap();
     let report = report(&child.wait_with_output().unwrap());
     assert_eq!(report["interrupted"], true);
@@ -108,42 +97,4 @@ fn what_was_measured_before_an_interrupt_is_kept() {
     let rows = |at: usize| sections[at]["rows"].as_array().unwrap().len();
     assert!(rows(0) + rows(1) > 0 && rows(0) + rows(1) < 47, "{report}");
     assert_eq!(std::fs::read_dir(dir.path()).unwrap().count(), 0);
-}
-
-#[test]
-fn what_cannot_be_done_is_told_and_no_table_printed() {
-    let dir = tempfile::tempdir().unwrap();
-    for (arguments, status, told) in [
-        (
-            &["commit", "--html", "no/page.html"],
-            1,
-            "no/page.html: cannot write the page: ",
-        ),
-        (&["commit", "--dir", "no"], 1, "no: can't work there"),
-        (
-            &["commit", "--only", "everything"],
-            2,
-            "invalid value 'everything'",
-        ),
-        (
-            &["drbd", "--only", "everything"],
-            2,
-            "invalid value 'everything'",
-        ),
-        (&["drbd", "--dir", "."], 1, " is missing: apt-get install "),
-        (
-            &["sustained", "--only", "everything"],
-            2,
-            "invalid value 'everything'",
-        ),
-        (&["sustained", "--size", "5000"], 2, "not a multiple of 1M"),
-        (
-            &["sustained", "--dir", "."],
-            1,
-            "qemu-nbd is missing: apt-get install ",
-        ),
-    ] {
-        let mut command = bench(dir.path(), arguments);
-        assert_refused(command.env("PATH", "/nowhere"), status, told);
-    }
 }

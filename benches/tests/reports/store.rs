@@ -1,12 +1,10 @@
 //! `walvisor-bench store`, run like users do, with small numbers.
 
-mod support;
-
-use std::path::Path;
 use std::process::Command;
 
 use serde_json::Value;
-use support::{assert_refused, number, texts};
+
+use crate::{number, texts};
 
 /// `walvisor-bench store`.
 fn store(arguments: &[&str]) -> Command {
@@ -28,7 +26,7 @@ fn rows(arguments: &[&str]) -> Vec<Value> {
         .unwrap();
     let left = std::fs::read_dir(directory.path()).map_or(0, Iterator::count);
     assert_eq!(left, 0, "the files are removed");
-    support::rows(&support::report(&output), arguments[0]).to_vec()
+    crate::rows(&crate::report(&output), arguments[0]).to_vec()
 }
 
 /// The rows of the raw file and of the log, of `store commit` with one round.
@@ -48,9 +46,7 @@ fn groups(log: &Value) -> Vec<u64> {
         .collect()
 }
 
-const EIGHT: [&str; 4] = ["--clients", "8", "--sync-latency-us", "2000"];
-/// The same with a sync so slow that the clients are in time for the next group even on a busy
-/// machine.
+/// A sync so slow that the clients are in time for the next group even on a busy machine.
 const SLOW_EIGHT: [&str; 6] = [
     "--clients",
     "8",
@@ -86,55 +82,6 @@ fn eight_clients_share_syncs_and_two_groups_alternate() {
     }
 }
 
-#[test]
-fn a_group_that_waits_holds_all_clients() {
-    let wait = [
-        "--commit-wait-usec",
-        "1000000",
-        "--commit-wait-count",
-        "8",
-        "--commits",
-        "800",
-    ];
-    let [_, log] = commits(&[&EIGHT[..], &wait].concat());
-    // All eight clients are in each group: 1/8, and a little more for the clients left when the
-    // loops end.
-    assert!(number(&log, "syncs_per_commit") <= 1.2 / 8.0, "{log}");
-    assert!(groups(&log)[3] >= 90, "{log}");
-}
-
-#[test]
-fn without_groups_each_commit_costs_a_sync() {
-    let [_, log] = commits(&[&EIGHT[..], &["--commits", "80", "--group", "off"]].concat());
-    assert_eq!(number(&log, "syncs_per_commit"), 1.0, "{log}");
-    assert_eq!((groups(&log)[0], groups(&log).iter().sum()), (80, 80));
-    // One sync at a time: the injected latency limits the rate.
-    assert!(number(&log, "commits_per_s") <= 500.0, "{log}");
-}
-
-/// Each of many clients makes a write of its own, and all share the syncs. Without the switch they
-/// share the writes too.
-#[test]
-fn with_a_write_per_waiter_each_commit_costs_a_write() {
-    for clients in ["128", "256"] {
-        let many = [
-            "--clients",
-            clients,
-            "--commits",
-            "2560",
-            "--commit-wait-count",
-            clients,
-        ];
-        let [_, each] = commits(&[&many[..], &["--write-per-waiter"]].concat());
-        assert_eq!(number(&each, "writes_per_commit"), 1.0, "{each}");
-        assert!(number(&each, "syncs_per_commit") <= 0.1, "{each}");
-        let [_, together] = commits(&many);
-        // The log also writes records that no client waits for yet, once there is 1 MiB of them.
-        assert!(number(&together, "writes_per_commit") <= 0.1, "{together}");
-        assert!(number(&together, "syncs_per_commit") <= 0.1, "{together}");
-    }
-}
-
 /// The limit of operations per second applies to the writes and syncs of the store and of the
 /// baseline.
 #[test]
@@ -158,22 +105,6 @@ fn a_slow_medium_counts_writes_and_syncs() {
             );
         }
     }
-}
-
-#[test]
-fn disks_of_one_log_share_syncs_and_so_do_writethrough_writes() {
-    let more: [&[&str]; 2] = [&["--disks", "4"], &["--mode", "writethrough"]];
-    for more in more {
-        let [_, log] = commits(&[&SLOW_EIGHT[..], more].concat());
-        assert!(number(&log, "syncs_per_commit") <= SHARED, "{log}");
-    }
-}
-
-#[test]
-fn a_lone_client_gains_nothing_from_groups_and_pays_one_sync() {
-    let [_, log] = commits(&["--clients", "1", "--commits", "50"]);
-    assert_eq!(number(&log, "syncs_per_commit"), 1.0, "{log}");
-    assert_eq!(groups(&log)[0], 50);
 }
 
 #[test]
@@ -254,44 +185,4 @@ fn reads_are_measured_beside_writes_that_keep_the_log_full() {
         );
         assert!(number(row, "p99_ratio") > 0.0, "{row}");
     }
-}
-
-#[test]
-fn arguments_that_make_no_sense_are_refused_in_one_line() {
-    let directory = tempfile::tempdir().unwrap();
-    let cases: [(&[&str], &str); 12] = [
-        (&["commit", "--clients", "0"], "--clients"),
-        (
-            &["commit", "--clients", "8", "--commits", "7"],
-            "--commits 7",
-        ),
-        (&["commit", "--clients", "2", "--disks", "3"], "--disks 3"),
-        (
-            &["commit", "--sync-latency-us", "2000000"],
-            "--sync-latency-us",
-        ),
-        (&["commit", "--group", "maybe"], "--group"),
-        (
-            &["commit", "--operations-per-second", "0"],
-            "--operations-per-second",
-        ),
-        (&["append", "--block", "100"], "--block 100"),
-        (&["append", "--bytes", "1K"], "--bytes 1024"),
-        (&["read", "--bytes", "10"], "--bytes 10"),
-        (&["checkpoint", "--block", "6K"], "--block 6144"),
-        (&["recover", "--bytes", "1000001"], "--bytes 1000001"),
-        (&["load", "--bytes", "4097"], "--bytes 4097"),
-    ];
-    for (arguments, named) in cases {
-        assert_refused(store(arguments).current_dir(&directory), 2, named);
-    }
-    let nowhere = Path::new("/nonexistent/place");
-    let mut command = store(&["commit", "--dir"]);
-    let output = command.arg(nowhere).output().unwrap();
-    let errors = String::from_utf8_lossy(&output.stderr);
-    assert_eq!(output.status.code(), Some(1), "{errors}");
-    assert!(
-        errors.contains("/nonexistent/place") && errors.contains("--dir"),
-        "{errors}"
-    );
 }

@@ -1,10 +1,9 @@
 //! `walvisor-bench database`: the counts for each commit of a database. The tests check no times.
 
-mod support;
-
 use serde_json::Value;
-use support::{can_mount_volumes, compare, number, rows, texts};
 use walvisor_tests::postgresql;
+
+use crate::{can_mount_volumes, compare, number, rows, texts};
 
 /// Programs that every guest needs, with their packages.
 const NEEDS: [(&str, &str); 3] = [
