@@ -10,36 +10,6 @@ fn benches() -> Vec<Bench> {
 }
 
 #[test]
-fn every_length_of_read_and_write_reaches_the_same_blocks() {
-    for mut bench in benches() {
-        let size = bench.unit.block_size() as usize;
-        let two = |seed| pattern(seed, 2 * size);
-        let writes: [&[u8]; 4] = [
-            &[0x0a, 0, 0, 10, 2, 0],
-            &cdb10(0x2a, 0, 20, 2),
-            &cdb12(0xaa, 0, 30, 2),
-            &cdb16(0x8a, 0, 40, 2),
-        ];
-        for (at, cdb) in writes.iter().enumerate() {
-            bench.send(cdb, &two(at as u64));
-        }
-        let reads: [&dyn Fn(u8) -> Vec<u8>; 4] = [
-            &|lba| vec![0x08, 0, 0, lba, 2, 0],
-            &|lba| cdb10(0x28, 0, lba.into(), 2).to_vec(),
-            &|lba| cdb12(0xa8, 0, lba.into(), 2).to_vec(),
-            &|lba| cdb16(0x88, 0, lba.into(), 2).to_vec(),
-        ];
-        for read in reads {
-            for at in 0..4 {
-                let lba = 10 * (at + 1);
-                assert_eq!(bench.receive(&read(lba), 2 * size), two(at.into()));
-            }
-        }
-        assert!(bench.read(12, 8).iter().all(|&byte| byte == 0));
-    }
-}
-
-#[test]
 fn a_length_of_zero_is_256_blocks_in_six_bytes_and_none_in_more() {
     let mut bench = Bench::ram(BYTES, 512);
     let all = pattern(1, 256 * 512);
@@ -129,43 +99,6 @@ fn verify_tells_where_blocks_differ() {
         bench.write(7, &last);
         let refused = bench.refused(&cdb10(0x2f, 0x06, 3, 5), &bytes[..size]);
         assert_eq!(refused.information, Some(size as u32 - 1));
-    }
-}
-
-#[test]
-fn compare_and_write_writes_only_what_compares() {
-    for mut bench in benches() {
-        let size = bench.unit.block_size() as usize;
-        let (old, new) = (pattern(1, 3 * size), pattern(2, 3 * size));
-        bench.write(6, &old);
-        bench.send(&compare_and_write(0, 6, 3), &[&old[..], &new].concat());
-        assert_eq!(bench.read(6, 3), new);
-        let mut wrong = new.clone();
-        wrong[2 * size + 17] ^= 4;
-        let refused = bench.refused(&compare_and_write(0x18, 6, 3), &[wrong, old].concat());
-        assert_eq!(refused.code, MISCOMPARE);
-        assert_eq!(refused.information, Some(2 * size as u32 + 17));
-        assert_eq!(bench.read(6, 3), new);
-        bench.good(&compare_and_write(0, 6, 0));
-    }
-}
-
-#[test]
-fn write_and_verify_writes() {
-    for mut bench in benches() {
-        let size = bench.unit.block_size() as usize;
-        for (seed, cdb) in [
-            &cdb10(0x2e, 0x02, 4, 2)[..],
-            &cdb12(0xae, 0x10, 6, 2),
-            &cdb16(0x8e, 0x02, 8, 2),
-        ]
-        .into_iter()
-        .enumerate()
-        {
-            let bytes = pattern(seed as u64, 2 * size);
-            bench.send(cdb, &bytes);
-            assert_eq!(bench.read(4 + 2 * seed as u64, 2), bytes);
-        }
     }
 }
 

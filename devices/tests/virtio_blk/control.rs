@@ -1,6 +1,7 @@
 //! The owner's control of a device while a driver uses it.
 
 use std::thread;
+use std::time::Duration;
 
 use virtio_bindings::virtio_blk::*;
 use walvisor_devices::backend::Backend;
@@ -26,7 +27,7 @@ fn a_paused_device_finishes_what_it_has_taken_and_takes_no_more(kind: Kind) {
         driver.kick(queue);
     }
     wait_until("2 requests", || gate.submitted() == 2);
-    let opener = gate.open_once_asleep();
+    let opener = gate.open_once_asleep(Duration::ZERO);
     driver.registers.pause();
     opener.join().expect("the opener");
     assert_eq!((gate.queues(), gate.leaked()), (0, 0));

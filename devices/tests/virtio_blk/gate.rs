@@ -9,7 +9,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::sync::mpsc::{Receiver, Sender, channel};
 use std::sync::{Arc, Mutex};
 use std::thread::{self, JoinHandle};
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
 use walvisor_devices::backend::ram::RamDisk;
@@ -19,8 +19,7 @@ use walvisor_devices::backend::{
 use walvisor_testkit::wait_until;
 
 /// Does something in another thread once this one is asleep, because it waits for the device.
-/// Returns when that was.
-pub fn once_asleep(act: impl FnOnce() + Send + 'static) -> JoinHandle<Instant> {
+pub fn once_asleep<T: Send + 'static>(act: impl FnOnce() -> T + Send + 'static) -> JoinHandle<T> {
     let waiting = std::fs::read_link("/proc/thread-self").expect("this thread");
     let stat = Path::new("/proc").join(waiting).join("stat");
     thread::spawn(move || {
@@ -30,9 +29,7 @@ pub fn once_asleep(act: impl FnOnce() + Send + 'static) -> JoinHandle<Instant> {
             let state = stat.rsplit_once(") ").map(|(_, state)| state);
             state.is_some_and(|state| state.starts_with('S'))
         });
-        let at = Instant::now();
-        act();
-        at
+        act()
     })
 }
 
@@ -96,10 +93,15 @@ impl Gate {
         }
     }
 
-    /// Opens it once this thread is [asleep](once_asleep).
-    pub fn open_once_asleep(&self) -> JoinHandle<Instant> {
+    /// Opens it `time` after this thread is [asleep](once_asleep), and returns when that was.
+    pub fn open_once_asleep(&self, time: Duration) -> JoinHandle<Instant> {
         let gate = self.clone();
-        once_asleep(move || gate.open())
+        once_asleep(move || {
+            thread::sleep(time);
+            let opened = Instant::now();
+            gate.open();
+            opened
+        })
     }
 
     /// Requests submitted so far.

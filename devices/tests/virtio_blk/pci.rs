@@ -341,35 +341,6 @@ fn a_queue_size_that_is_no_power_of_two_reads_as_none() {
 }
 
 #[test]
-fn pci_configuration_is_read_at_every_width_and_offset() {
-    let mut pci = device(2);
-    pci.transport.config_write(0x04, &[6, 4]);
-    let whole: Vec<u8> = (0..0x100).map(|at| pci.config::<1>(at)[0]).collect();
-    for at in 0..0x140usize {
-        for width in [2, 3, 4, 8] {
-            let mut bytes = vec![0xaa; width];
-            pci.transport.config_read(at as u16, &mut bytes);
-            let mut expected: Vec<u8> = whole.iter().skip(at).take(width).copied().collect();
-            expected.resize(width, 0);
-            assert_eq!(bytes, expected, "{width} bytes at {at:#x}");
-        }
-    }
-    // The end of the configuration space, and offsets beyond it.
-    for at in [0xfff, 0x1000, 0xfffc, 0xffff] {
-        assert_eq!(pci.config::<8>(at), [0; 8]);
-        pci.transport.config_write(at, &[0xff; 8]);
-    }
-    // Writes of every width change writable bits, byte by byte, and nothing else.
-    for at in (0..0x100u16).filter(|at| !(0x04..0x28).contains(at) && at / 4 != pci.msix / 4) {
-        pci.transport.config_write(at, &[0xff; 3]);
-    }
-    let identity = pci.config::<4>(0);
-    assert_eq!(identity, [0xf4, 0x1a, 0x42, 0x10]);
-    assert_eq!(pci.config::<4>(0x2c), whole[0x2c..0x30]);
-    assert_eq!(pci.config::<1>(0x34), whole[0x34..0x35]);
-}
-
-#[test]
 fn a_reset_returns_at_once_and_ends_with_the_requests_in_flight() {
     let gate = Gate::new(RamDisk::new(64));
     let (memory, block) = (

@@ -1,5 +1,7 @@
 //! The reset of a single queue (virtio 1.2, 2.6.1, 4.1.4.3 and 4.2.2).
 
+use std::time::Duration;
+
 use virtio_bindings::virtio_blk::*;
 use walvisor_devices::backend::ram::RamDisk;
 
@@ -77,7 +79,7 @@ fn a_device_reset_ends_a_queue_reset(kind: Kind) {
     driver.kick(0);
     wait_until("a request", || gate.submitted() == 1);
     driver.registers.reset_queue(0);
-    let opener = gate.open_once_asleep();
+    let opener = gate.open_once_asleep(Duration::ZERO);
     driver.registers.set_status(0);
     assert_eq!((gate.queues(), gate.leaked()), (0, 0), "drained");
     assert!(!driver.registers.queue_resetting(0) && !driver.registers.queue_enabled(0));

@@ -20,7 +20,6 @@ on_both_transports!(
     without_change_there_are_no_events,
     a_paused_unit_holds_up_no_other,
     a_limited_unit_holds_up_no_other,
-    a_long_read_beside_another_disk_comes_in_parts,
     exclusive_commands_wait_across_queues,
     a_queue_that_stops_answers_what_a_pause_holds,
 );
@@ -197,29 +196,6 @@ fn a_limited_unit_holds_up_no_other(kind: Kind) {
     });
     for _ in ended..posted.len() {
         driver.next_used(REQUESTS);
-    }
-}
-
-/// Requests of the other disk come between the parts, with limits too.
-fn a_long_read_beside_another_disk_comes_in_parts(kind: Kind) {
-    let gate = Gate::new(RamDisk::new(1024));
-    gate.open();
-    let mut long = start(kind, vec![Arc::new(gate.clone())], 1, EVERYTHING);
-    let mut other = start(kind, disks(1), 1, EVERYTHING);
-    let data = pattern(0, 512 << 10);
-    write(&mut long, 0, 0, &data);
-    for ops_per_second in [0, 1_000_000] {
-        long.metrics[0].throttle.set(Limits {
-            ops_per_second,
-            ..Limits::default()
-        });
-        // A disk counts as having work for a while only, which may be over on a slow machine.
-        wait_until("a read in parts", || {
-            write(&mut other, 0, 0, &[7; 512]);
-            let before = gate.submitted();
-            assert!(read(&mut long, 0, 0, data.len()) == data);
-            gate.submitted() - before == 4
-        });
     }
 }
 
