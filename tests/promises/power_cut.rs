@@ -10,6 +10,8 @@
 //! these system calls by ones that do nothing, so the tested program is the one that ships. And it
 //! must find torn pages when the log is left out: a disk with `backend=raw`.
 //!
+//! Each recording is a test, and has a machine.
+//!
 //! `WALVISOR_SEED=N` repeats operations and points, though not the machine's timing.
 //! `WALVISOR_POWER_CUTS=N` sets how many points are judged of each recording (`each`: all FLUSHes,
 //! FUAs and marks). `WALVISOR_POWER_CUT_ROUNDS=N` sets how many recordings are made of each kind.
@@ -18,8 +20,6 @@
 use std::fmt::Write as _;
 use std::fs::{self, File};
 use std::path::{Path, PathBuf};
-use std::sync::{Mutex, PoisonError};
-use std::thread;
 use std::time::{SystemTime, UNIX_EPOCH};
 
 use rustix::process::{Pid, Signal, kill_process};
@@ -85,27 +85,6 @@ const fn pages(
         ..kind(file_system, engine, fault)
     }
 }
-
-/// The product as it is, then with one kind of sync left out.
-const KINDS: [Kind; 9] = [
-    kind("ext4", "io_uring", None),
-    kind("xfs", "io_uring", None),
-    kind("ext4", "threads", None),
-    kind("xfs", "threads", None),
-    kind("ext4", "io_uring", Some("dsync")),
-    kind("ext4", "io_uring", Some("segments")),
-    kind("ext4", "io_uring", Some("control")),
-    kind("ext4", "io_uring", Some("base")),
-    kind("ext4", "io_uring", Some("directories")),
-];
-
-/// Pages of 16 and 64 KiB, with a log and without.
-const PAGES: [Kind; 4] = [
-    pages("ext4", "io_uring", None),
-    pages("xfs", "threads", None),
-    pages("ext4", "io_uring", Some(LOG)),
-    pages("xfs", "threads", Some(LOG)),
-];
 
 /// The result of one recording.
 #[derive(Debug, Default)]
@@ -202,7 +181,7 @@ fn judged(kind: Kind, seed: u64, points: &str) -> Outcome {
         for broken in &outcome.broken {
             let point = broken.split(' ').next().unwrap_or_default();
             println!(
-                "{broken}\nreplay: WALVISOR_RECORDING={} WALVISOR_POINT={point} cargo test -p walvisor-tests --test power_cut -- --nocapture",
+                "{broken}\nreplay: WALVISOR_RECORDING={} WALVISOR_POINT={point} cargo test -p walvisor-tests --test power_cut a_point -- --nocapture",
                 kept.display()
             );
         }
@@ -238,36 +217,56 @@ fn row(kind: Kind, seed: u64, outcome: &Outcome) -> String {
     )
 }
 
+/// Power cuts of a recording, unless `WALVISOR_POWER_CUTS` says how many.
+const POINTS: &str = "120";
+/// Those of the test that takes a few seconds.
+const FEW_POINTS: &str = "24";
+
+/// A test for each kind of recording.
+macro_rules! recordings {
+    ($($name:ident: $kind:expr;)*) => {
+        $(#[test] fn $name() { cut_power($kind, POINTS); })*
+    };
+}
+
 #[test]
-fn no_power_cut_breaks_a_promise() {
-    if !installed() {
-        return;
-    }
+fn a_few_cuts_break_no_promise() {
+    cut_power(kind("ext4", "io_uring", None), FEW_POINTS);
+}
+
+// The product as it is, then with one kind of sync left out.
+recordings! {
+    ext4_and_io_uring_keep_each_promise: kind("ext4", "io_uring", None);
+    xfs_and_io_uring_keep_each_promise: kind("xfs", "io_uring", None);
+    ext4_and_threads_keep_each_promise: kind("ext4", "threads", None);
+    xfs_and_threads_keep_each_promise: kind("xfs", "threads", None);
+    syncs_of_data_that_are_left_out_are_missed: kind("ext4", "io_uring", Some("dsync"));
+    syncs_of_segments_that_are_left_out_are_missed: kind("ext4", "io_uring", Some("segments"));
+    syncs_of_the_control_file_that_are_left_out_are_missed: kind("ext4", "io_uring", Some("control"));
+    syncs_of_the_image_that_are_left_out_are_missed: kind("ext4", "io_uring", Some("base"));
+    syncs_of_directories_that_are_left_out_are_missed: kind("ext4", "io_uring", Some("directories"));
+}
+
+// Pages of 16 and 64 KiB, with a log and without.
+recordings! {
+    no_page_is_torn_on_ext4_and_io_uring: pages("ext4", "io_uring", None);
+    no_page_is_torn_on_xfs_and_threads: pages("xfs", "threads", None);
+    pages_are_torn_without_a_log_on_ext4: pages("ext4", "io_uring", Some(LOG));
+    pages_are_torn_without_a_log_on_xfs: pages("xfs", "threads", Some(LOG));
+}
+
+#[test]
+fn a_point_of_a_recording_that_was_kept_breaks_no_promise() {
     if let Some(recording) = std::env::var_os("WALVISOR_RECORDING") {
-        return replay(&PathBuf::from(recording));
+        replay(&PathBuf::from(recording));
     }
-    cut_power(&KINDS);
 }
 
-#[test]
-fn no_power_cut_tears_a_page() {
-    // The other test replays recordings of pages too.
-    if !installed() || std::env::var_os("WALVISOR_RECORDING").is_some() {
+/// Makes recordings of a kind, cuts the power of each, and checks what the judge says.
+fn cut_power(kind: Kind, points: &str) {
+    if std::env::var_os("WALVISOR_RECORDING").is_some() || !installed() {
         return;
     }
-    for (kind, _, outcome) in cut_power(&PAGES) {
-        // Without the log pages are torn, and nothing else: no FLUSH is lost.
-        let torn = |broken: &String| broken.ends_with("found none of its states");
-        assert!(outcome.broken.iter().all(torn), "{kind:?}: {outcome:?}");
-    }
-}
-
-/// Records these kinds, cuts the power of each, and checks what the judge says. Returns the
-/// outcomes, each with its seed.
-fn cut_power(kinds: &[Kind]) -> Vec<(Kind, u64, Outcome)> {
-    // Each test has as many machines as there are processors.
-    static ALONE: Mutex<()> = Mutex::new(());
-    let _alone = ALONE.lock().unwrap_or_else(PoisonError::into_inner);
     let seed = number("WALVISOR_SEED").unwrap_or_else(|| {
         let now = SystemTime::now().duration_since(UNIX_EPOCH);
         now.expect("a clock after 1970").as_secs()
@@ -277,46 +276,20 @@ fn cut_power(kinds: &[Kind]) -> Vec<(Kind, u64, Outcome)> {
         "| file system | engine | left out | seed | operations | acknowledged | FLUSH, FUA | power cuts | violated |\n\
          |---|---|---|---|---|---|---|---|---|"
     );
-    let points = std::env::var("WALVISOR_POWER_CUTS").unwrap_or("120".to_owned());
+    let points = std::env::var("WALVISOR_POWER_CUTS").unwrap_or(points.to_owned());
     let rounds = number("WALVISOR_POWER_CUT_ROUNDS").unwrap_or(1);
-    let all = (0..rounds).flat_map(|round| kinds.iter().map(move |kind| (*kind, seed + round)));
-    let (waiting, done) = (Mutex::new(all), Mutex::new(Vec::new()));
-    let threads = thread::available_parallelism().map_or(1, usize::from);
-    thread::scope(|scope| {
-        for _ in 0..threads {
-            scope.spawn(|| {
-                loop {
-                    let next = waiting.lock().unwrap().next();
-                    let Some((kind, seed)) = next else { break };
-                    let outcome = judged(kind, seed, &points);
-                    // One call prints the whole line, as soon as it is known: other tests print
-                    // too, and a soak takes long.
-                    print!("{}", row(kind, seed, &outcome));
-                    done.lock().unwrap().push((kind, seed, outcome));
-                }
-            });
-        }
-    });
-    let done = done.into_inner().unwrap();
-    for (kind, seed, outcome) in &done {
-        assert!(
-            outcome.judged > 0 && outcome.acknowledged > 0,
-            "{kind:?} of seed {seed}: {outcome:?}"
-        );
-        match kind.fault {
-            None => assert_eq!(
-                outcome.violated, 0,
-                "{kind:?} of seed {seed}: {:#?}",
-                outcome.broken
-            ),
-            Some(fault) => assert!(
-                outcome.violated > 0,
-                "{fault}: nobody noticed in {} power cuts of seed {seed}",
-                outcome.judged
-            ),
-        }
+    for seed in seed..seed + rounds {
+        let outcome = judged(kind, seed, &points);
+        print!("{}", row(kind, seed, &outcome));
+        let (judged, acknowledged) = (outcome.judged, outcome.acknowledged);
+        assert!(judged > 0 && acknowledged > 0, "{kind:?}: {outcome:?}");
+        let violated = outcome.violated > 0;
+        assert_eq!(violated, kind.fault.is_some(), "{kind:?}: {outcome:#?}");
+        // Without the log pages are torn, and nothing else: no FLUSH is lost.
+        let torn = |broken: &String| broken.ends_with("found none of its states");
+        let only_torn = !kind.pages || outcome.broken.iter().all(torn);
+        assert!(only_torn, "{kind:?}: {outcome:#?}");
     }
-    done
 }
 
 /// The living processes of a machine that boots from `dir`, each with its parent's number.

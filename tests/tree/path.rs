@@ -7,7 +7,6 @@ use std::process::Command;
 
 use walvisor_testkit::Daemon;
 use walvisor_testkit::vhost_user_client::VhostUserClient;
-use walvisor_testkit::wait_until;
 use walvisor_tests::{binary, have, succeed};
 
 /// Requests of each kind.
@@ -109,6 +108,19 @@ fn control(pid: u32, what: &str) {
     );
 }
 
+/// Whether a file has as many instructions. The compiler attributes code of its own to a crate's
+/// root.
+fn has(passed: &BTreeMap<String, u64>, path: &str, least: u64) -> bool {
+    let count = passed.get(path).filter(|_| !path.ends_with("/lib.rs"));
+    count.is_some_and(|count| *count >= least)
+}
+
+/// The files that requests pass and the page does not name.
+fn unnamed(passed: &BTreeMap<String, u64>, is_named: impl Fn(&str) -> bool) -> Vec<&String> {
+    let notable = passed.keys().filter(|path| has(passed, path, NOTABLE));
+    notable.filter(|path| !is_named(path)).collect()
+}
+
 #[test]
 fn the_page_names_every_file_that_a_write_or_a_flush_passes() {
     if !have("valgrind", "valgrind") {
@@ -135,18 +147,6 @@ fn the_page_names_every_file_that_a_write_or_a_flush_passes() {
             client.finish(0, 1);
         }
     };
-    // The first requests start what later ones find. Then the log has its segments made, which no
-    // request does: three of them.
-    requests();
-    let segment = dir.join("disk.img.wal/segment-00002");
-    wait_until("the log's segments", || segment.exists());
-    control(daemon.pid(), "--zero");
-    requests();
-    control(daemon.pid(), "--dump");
-    let passed = instructions(&fs::read_to_string(dir.join("profile.1")).unwrap());
-    drop(client);
-    daemon.stop();
-
     let (write, flush) = (
         section("A WRITE, file by file"),
         section("A FLUSH, file by file"),
@@ -162,18 +162,24 @@ fn the_page_names_every_file_that_a_write_or_a_flush_passes() {
         };
         page.iter().any(is_one)
     };
-    // The compiler attributes code of its own to a crate's root.
-    let has = |path: &str, least: u64| {
-        let count = passed.get(path).filter(|_| !path.ends_with("/lib.rs"));
-        count.is_some_and(|count| *count >= least)
-    };
-    let unnamed = passed.keys();
-    let unnamed = unnamed.filter(|path| has(path, NOTABLE) && !is_named(path));
-    assert_eq!(
-        unnamed.collect::<Vec<_>>(),
-        [""; 0],
-        "passed, and not named"
-    );
+    // The first requests start what later ones find.
+    requests();
+    // The log makes segments meanwhile, which no request does, and a slow machine still does it
+    // when the next requests come. So one of several turns may show that they pass no other file.
+    let mut passed = BTreeMap::new();
+    for turn in 1..=8 {
+        control(daemon.pid(), "--zero");
+        requests();
+        control(daemon.pid(), "--dump");
+        let profile = dir.join(format!("profile.{turn}"));
+        passed = instructions(&fs::read_to_string(profile).unwrap());
+        if unnamed(&passed, is_named).is_empty() {
+            break;
+        }
+    }
+    drop(client);
+    daemon.stop();
+    assert_eq!(unnamed(&passed, is_named), [""; 0], "passed, and not named");
 
     let rows = write
         .lines()
@@ -181,7 +187,7 @@ fn the_page_names_every_file_that_a_write_or_a_flush_passes() {
     let rows: Vec<Vec<String>> = rows.map(named).collect();
     assert!(!rows.is_empty(), "{write}");
     // Of a row's files one may be inlined until nothing is left of it.
-    let is_passed = |row: &[String]| row.iter().any(|path| has(path, REQUESTS));
+    let is_passed = |row: &[String]| row.iter().any(|path| has(&passed, path, REQUESTS));
     let idle = rows.iter().filter(|row| !is_passed(row));
     assert_eq!(
         idle.collect::<Vec<_>>(),
