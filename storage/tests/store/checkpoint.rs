@@ -1,10 +1,7 @@
 //! How many bytes a checkpoint writes, and how much memory the index takes until then.
 
-use crate::support::{TestDisk, flush, wait};
-use walvisor_storage::{
-    BackendQueue, Buffer, DiskOptions, LogCounters, Logged, Operation, Store, StoreOptions,
-    create_disk, default_log_dir,
-};
+use crate::support::{TestDisk, all, discard, flush, port, put_in, wait};
+use walvisor_storage::{BackendQueue, LogCounters, Logged, StoreOptions};
 
 const BLOCK: u64 = 4096;
 /// Writes between two FLUSHes.
@@ -27,19 +24,14 @@ fn written(
     blocks: u64,
     place: impl Fn(u64) -> u64,
 ) -> (LogCounters, u64) {
-    let dir = tempfile::tempdir().unwrap();
-    let disk = dir.path().join("disk.img");
-    let log = default_log_dir(&disk);
-    create_disk(&disk, blocks * BLOCK, &log, options).unwrap();
-    let store = Store::open(&log, &[DiskOptions::new(&disk)], options).unwrap();
+    let made = TestDisk::made(&["disk.img"], blocks * BLOCK, *options);
+    let store = made.open();
     let disk = store.disks()[0].clone();
-    let mut port = disk.open_port().unwrap();
+    let mut port = port(&store, 0);
     let mut most = 0;
     for first in (0..count).step_by(BURST as usize) {
         for i in first..first + BURST {
-            let data = Buffer::from(&[i as u8; BLOCK as usize][..]);
-            let sector = place(i) * BLOCK / 512;
-            port.submit(i, Operation::Write { sector, data });
+            port.submit(i, put_in(place(i) * BLOCK / 512, i as u8, 8));
         }
         wait(&mut port, BURST as usize);
         flush(&mut port);
@@ -99,15 +91,13 @@ fn neighbours_are_copied_together() {
     let place = TestDisk::new();
     let store = place.open();
     let disk = store.disks()[0].clone();
-    let mut port = disk.open_port().unwrap();
+    let mut port = port(&store, 0);
     let order = (0..64).map(|i| i * 37 % 64);
     for i in order {
-        let data = Buffer::from(&[i as u8; 512][..]);
-        port.submit(i, Operation::Write { sector: i, data });
+        port.submit(i, put_in(i, i as u8, 1));
     }
     for i in 8..16 {
-        let (sector, sectors) = (i * 8, 8);
-        port.submit(100 + i, Operation::Discard { sector, sectors });
+        port.submit(100 + i, discard(i * 8, 8));
     }
     wait(&mut port, 64 + 8);
     drop(port);
@@ -117,6 +107,6 @@ fn neighbours_are_copied_together() {
     let image = std::fs::read(&place.disk).unwrap();
     let sectors = image.chunks(512).take(64).enumerate();
     for (i, sector) in sectors {
-        assert!(sector.iter().all(|&byte| byte == i as u8), "sector {i}");
+        assert!(all(sector, i as u8), "sector {i}");
     }
 }

@@ -6,116 +6,101 @@ use std::process::Command;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
-use crate::support::{Random, TestDisk, fill, flush, modify, run, wait_until};
 use walvisor_storage::{
-    Disk, DiskOptions, Error, Operation, Point, Port, Retention, Store, StoreOptions, Transfer,
-    create_disk,
+    Disk, EngineKind, Point, Port, Result, Retention, Store, StoreOptions, Transfer,
 };
 use walvisor_testkit::MemoryFs;
+
+use crate::support::{
+    Random, TestDisk, flush, modify, port, put_in, refused, run, small, snapshot, taken, wait_until,
+};
 
 const SIZE: usize = 1 << 20;
 /// Bytes of each write that fills the log, and of the whole log.
 const WRITE: usize = 64 << 10;
-const ROOM: u64 = 8 * SEGMENT;
-const SEGMENT: u64 = 256 << 10;
-
-fn options(retain: Retention) -> StoreOptions {
-    StoreOptions {
-        segment_size: SEGMENT,
-        max_segments: 8,
-        retain: Some(retain),
-        ..StoreOptions::default()
-    }
-}
-
-fn open(place: &TestDisk, retain: Retention) -> Store {
-    if !place.disk.exists() {
-        create_disk(&place.disk, SIZE as u64, &place.log(), &options(retain)).unwrap();
-    }
-    Store::open(
-        &place.log(),
-        &[DiskOptions::new(&place.disk)],
-        &options(retain),
-    )
-    .unwrap()
-}
+const ROOM: u64 = 8 * (256 << 10);
+const NOTHING_AND_ALL: [Retention; 2] = [Retention::Nothing, Retention::All];
 
 /// A disk with random contents, in part in its image and in part in its log, and what it contains.
-fn modified(place: &TestDisk, retain: Retention) -> (Store, Vec<u8>) {
+fn disk_within(fs: Option<MemoryFs>, retain: Retention) -> (TestDisk, Store, Vec<u8>) {
+    let options = StoreOptions {
+        segment_size: ROOM / 8,
+        max_segments: 8,
+        retain: Some(Retention::Nothing),
+        ..small(EngineKind::Auto)
+    };
+    let mut place = TestDisk::within(fs, &["disk.img"], options);
+    place.make(SIZE as u64);
     let (mut random, mut state) = (Random(23), vec![0; SIZE]);
-    let store = open(place, Retention::Nothing);
-    change(
-        &mut store.disks()[0].open_port().unwrap(),
-        &mut random,
-        &mut state,
-    );
+    let store = place.open();
+    change(&store, &mut random, &mut state);
     store.close().unwrap();
-    let store = open(place, retain);
-    change(
-        &mut store.disks()[0].open_port().unwrap(),
-        &mut random,
-        &mut state,
-    );
-    (store, state)
+    place.options.retain = Some(retain);
+    let store = place.open();
+    change(&store, &mut random, &mut state);
+    (place, store, state)
 }
 
-fn change(port: &mut Port, random: &mut Random, state: &mut [u8]) {
-    (0..60).for_each(|_| drop(run(port, modify(random, state)).unwrap()));
-    flush(port);
+fn disk(retain: Retention) -> (TestDisk, Store, Vec<u8>) {
+    disk_within(None, retain)
 }
 
-fn saved_files(place: &TestDisk) -> usize {
-    let names = std::fs::read_dir(place.log()).unwrap();
-    let names = names.map(|entry| entry.unwrap().file_name().into_string().unwrap());
-    names.filter(|name| name.starts_with("saved-")).count()
+fn change(store: &Store, random: &mut Random, state: &mut [u8]) {
+    let mut port = port(store, 0);
+    (0..60).for_each(|_| drop(run(&mut port, modify(random, state)).unwrap()));
+    flush(&mut port);
+}
+
+fn target(place: &TestDisk) -> File {
+    File::create_new(place.at("export")).unwrap()
+}
+
+fn is_clean(place: &TestDisk, disk: &Disk) -> bool {
+    disk.snapshots().is_empty() && place.files("saved-").is_empty()
 }
 
 /// A guest that fills the log.
 #[derive(Default)]
 struct Guest {
     begun: AtomicBool,
-    held: AtomicBool,
-    stands: AtomicBool,
     ended: AtomicBool,
     bytes: AtomicU64,
 }
 
 impl Guest {
     fn write(&self, port: &mut Port) {
-        let mut number = 0;
-        while !self.ended.load(Ordering::Relaxed) {
-            let waits = !self.begun.load(Ordering::Relaxed) || self.held.load(Ordering::Acquire);
-            self.stands.store(waits, Ordering::Release);
-            if waits {
-                std::thread::sleep(Duration::from_millis(1));
-                continue;
+        wait_until("the guest to begin", || self.begun.load(Ordering::Relaxed));
+        for number in 0.. {
+            if self.ended.load(Ordering::Relaxed) {
+                break;
             }
-            let sector = number % (SIZE / WRITE) as u64 * (WRITE / 512) as u64;
-            let data = fill(number as u8, WRITE / 512);
-            run(port, Operation::Write { sector, data }).unwrap();
-            run(port, Operation::Flush).unwrap();
-            number += 1;
+            overwrite(port, number);
             self.bytes.fetch_add(WRITE as u64, Ordering::Relaxed);
         }
+    }
+
+    fn begin(&self) {
+        self.begun.store(true, Ordering::Relaxed);
     }
 
     fn written(&self) -> u64 {
         self.bytes.load(Ordering::Relaxed)
     }
 
-    /// Whether it has come to a stop. While it waits for room in the log, it can't.
-    fn stand_still(&self) -> bool {
-        self.held.store(true, Ordering::Release);
-        let limit = Instant::now() + Duration::from_millis(50);
-        while !self.stands.load(Ordering::Acquire) && Instant::now() < limit {
-            std::thread::sleep(Duration::from_millis(1));
-        }
-        self.stands.load(Ordering::Acquire)
+    /// Waits until it has written so much more.
+    fn goes_on(&self, bytes: u64, beside: &str) {
+        let goal = self.written() + bytes;
+        wait_until(&format!("a guest that writes beside {beside}"), || {
+            self.written() > goal
+        });
     }
+}
 
-    fn go_on(&self) {
-        self.held.store(false, Ordering::Release);
-    }
+/// Writes to the disk, in turn everywhere.
+fn overwrite(port: &mut Port, number: u64) {
+    let sector = number % (SIZE / WRITE) as u64 * (WRITE / 512) as u64;
+    run(port, put_in(sector, number as u8, WRITE / 512)).unwrap();
+    flush(port);
 }
 
 /// Ends the guest, also when the test fails.
@@ -123,29 +108,30 @@ struct EndGuard<'a>(&'a Guest);
 
 impl Drop for EndGuard<'_> {
     fn drop(&mut self) {
+        self.0.begin();
         self.0.ended.store(true, Ordering::Relaxed);
     }
 }
 
 /// Exports the disk, and calls `each` after each part. After the first call a guest begins to
-/// write, and each part waits for it, unless the log is full.
+/// write, and each part waits for it for a moment, unless the log is full.
 fn export_beside_writer(
     disk: &Disk,
     at: Option<Point>,
     target: File,
     each: &mut dyn FnMut(&Guest) -> bool,
-) -> Result<Transfer, Error> {
+) -> Result<Transfer> {
     let guest = Guest::default();
     std::thread::scope(|scope| {
         let end = EndGuard(&guest);
         let writer = scope.spawn(|| guest.write(&mut disk.open_port().unwrap()));
         let mut progress = |_, _| {
             let goes_on = each(&guest);
-            guest.begun.store(true, Ordering::Relaxed);
+            guest.begin();
             let goal = guest.written() + ROOM / 8;
             let limit = Instant::now() + Duration::from_millis(50);
             while guest.written() < goal && Instant::now() < limit {
-                std::thread::sleep(Duration::from_millis(1));
+                std::thread::yield_now();
             }
             goes_on
         };
@@ -153,60 +139,76 @@ fn export_beside_writer(
             Some(at) => disk.export_at(at, target, &mut progress),
             None => disk.export(target, &mut progress),
         };
-        guest.begun.store(true, Ordering::Relaxed);
         // However the export ended, writes go on.
-        let goal = guest.written() + 2 * ROOM;
-        wait_until("writes to go on", || {
-            guest.written() > goal || writer.is_finished()
-        });
+        guest.begin();
+        guest.goes_on(2 * ROOM, "an export that has ended");
         drop(end);
         writer.join().expect("no write fails");
         done
     })
 }
 
+/// The thread of an export may be stopped, or be in code that does not return.
 #[test]
-fn an_export_gives_way_to_a_guest_that_fills_the_log() {
-    for retain in [Retention::All, Retention::Time(Duration::from_secs(3600))] {
-        let place = TestDisk::empty();
-        let (store, state) = modified(&place, retain);
+fn an_export_that_does_nothing_holds_up_no_writer() {
+    let hour = Retention::Time(Duration::from_secs(3600));
+    for retain in [Retention::Nothing, hour] {
+        let (place, store, state) = disk(retain);
         let disk = &store.disks()[0];
-        let before = store.log_counters().checkpoints;
-        let path = place.disk.with_extension("export");
-        let target = File::create_new(&path).unwrap();
-        let done = export_beside_writer(disk, None, target, &mut |_| true).unwrap();
-        assert_eq!(done.size, SIZE as u64);
-        assert!(std::fs::read(&path).unwrap() == state, "{retain:?}");
-        assert!(store.log_counters().checkpoints > before);
-        assert!(disk.snapshots().is_empty());
-        assert_eq!(saved_files(&place), 0);
+        let mut called = 0;
+        let mut each = |guest: &Guest| {
+            called += 1;
+            if called == 3 {
+                guest.goes_on(2 * ROOM, "a stopped export");
+            }
+            true
+        };
+        let done = export_beside_writer(disk, None, target(&place), &mut each).unwrap();
+        assert!(called > 3 && done.size == SIZE as u64);
+        assert!(taken(&place.at("export")) == state, "{retain:?}");
+        assert!(is_clean(&place, disk));
         store.close().unwrap();
     }
 }
 
 #[test]
 fn a_past_point_is_exported_beside_a_guest_that_fills_the_log() {
-    let place = TestDisk::empty();
-    let (store, state) = modified(&place, Retention::All);
-    let disk = &store.disks()[0];
-    let at = Point::Snapshot("now".parse().unwrap());
-    disk.snapshot("now".parse().unwrap()).unwrap();
-    let (mut random, mut later) = (Random(5), state.clone());
-    change(&mut disk.open_port().unwrap(), &mut random, &mut later);
-    let path = place.disk.with_extension("export");
+    let (place, store, state) = disk(Retention::All);
+    let (disk, name) = (&store.disks()[0], "now".parse().unwrap());
+    disk.snapshot(name).unwrap();
+    change(&store, &mut Random(5), &mut state.clone());
     let mut calls = 0;
     let mut each = |_: &Guest| {
         calls += 1;
         if calls == 3 {
             // The export keeps what it needs by itself.
-            disk.delete_snapshot("now".parse().unwrap()).unwrap();
+            disk.delete_snapshot(name).unwrap();
         }
         true
     };
-    let target = File::create_new(&path).unwrap();
-    export_beside_writer(disk, Some(at), target, &mut each).unwrap();
-    assert!(std::fs::read(&path).unwrap() == state);
-    assert!(disk.snapshots().is_empty());
+    export_beside_writer(disk, Some(snapshot("now")), target(&place), &mut each).unwrap();
+    assert!(taken(&place.at("export")) == state && is_clean(&place, disk));
+    store.close().unwrap();
+}
+
+/// A disk whose log keeps history is exported as it is, and keeps its history.
+#[test]
+fn an_export_takes_no_history() {
+    let (place, store, state) = disk(Retention::All);
+    let (disk, mut passed) = (&store.disks()[0], 0);
+    let horizon = disk.history().horizon.lsn;
+    let mut tell = |at, size| {
+        assert!(passed <= at && size == SIZE as u64);
+        passed = at;
+        true
+    };
+    disk.export(target(&place), &mut tell).unwrap();
+    assert_eq!(passed, SIZE as u64);
+    let full = File::options().write(true).open(place.at("export"));
+    let again = disk.export(full.unwrap(), &mut |_, _| true);
+    refused(again, "not an empty regular file");
+    assert!(taken(&place.at("export")) == state);
+    assert_eq!(disk.history().horizon.lsn, horizon);
     store.close().unwrap();
 }
 
@@ -226,58 +228,41 @@ fn small_fs() -> Option<(tempfile::TempDir, MemoryFs)> {
 }
 
 /// The file system of the target is frozen before the export begins, or in the middle, until the
-/// guest has written more than the log holds.
+/// guest has written more than the log holds; or the export is given up meanwhile.
 #[test]
 fn a_target_that_does_not_answer_holds_up_no_writer() {
     let Some((_image, fs)) = small_fs() else {
         return;
     };
-    for retain in [Retention::Nothing, Retention::All] {
-        for calls in [0, 3] {
-            let place = TestDisk::empty();
-            let (store, state) = modified(&place, retain);
-            let path = fs.path().join("export");
-            let target = File::create_new(&path).unwrap();
-            let mut frozen = (calls == 0).then(|| fs.freeze());
-            let (mut called, mut goal) = (0, 2 * ROOM);
-            let limit = Instant::now() + Duration::from_secs(100);
-            let mut each = |guest: &Guest| {
-                called += 1;
-                if called == calls {
-                    goal += guest.written();
-                    frozen = Some(fs.freeze());
-                }
-                assert!(Instant::now() < limit, "the guest stands still");
-                if guest.written() > goal {
-                    frozen = None;
-                }
-                true
-            };
-            let done = export_beside_writer(&store.disks()[0], None, target, &mut each).unwrap();
-            assert_eq!(done.size, SIZE as u64);
-            assert!(called > calls && goal >= 2 * ROOM);
-            assert!(
-                std::fs::read(&path).unwrap() == state,
-                "{retain:?}, {calls}"
-            );
-            std::fs::remove_file(&path).unwrap();
-            store.close().unwrap();
-        }
+    let path = fs.path().join("export");
+    for (retain, calls) in NOTHING_AND_ALL.into_iter().zip([0, 3]) {
+        let (_place, store, state) = disk(retain);
+        let target = File::create_new(&path).unwrap();
+        let mut frozen = (calls == 0).then(|| fs.freeze());
+        let (mut called, mut goal) = (0, 2 * ROOM);
+        let limit = Instant::now() + Duration::from_secs(100);
+        let mut each = |guest: &Guest| {
+            called += 1;
+            if called == calls {
+                goal += guest.written();
+                frozen = Some(fs.freeze());
+            }
+            assert!(Instant::now() < limit, "the guest stands still");
+            if guest.written() > goal {
+                frozen = None;
+            }
+            true
+        };
+        export_beside_writer(&store.disks()[0], None, target, &mut each).unwrap();
+        assert!(called > calls);
+        assert!(taken(&path) == state, "{retain:?}, {calls}");
+        store.close().unwrap();
     }
-}
-
-#[test]
-fn an_export_of_which_the_target_does_not_answer_can_be_given_up() {
-    let Some((_image, fs)) = small_fs() else {
-        return;
-    };
-    let place = TestDisk::empty();
-    let (store, _) = modified(&place, Retention::Nothing);
-    let target = File::create_new(fs.path().join("export")).unwrap();
+    let (_place, store, _) = disk(Retention::Nothing);
+    let target = File::create_new(&path).unwrap();
     let frozen = fs.freeze();
-    let mut each = |_: &Guest| false;
-    let error = export_beside_writer(&store.disks()[0], None, target, &mut each).unwrap_err();
-    assert!(error.to_string().contains("it was given up"), "{error}");
+    let given_up = export_beside_writer(&store.disks()[0], None, target, &mut |_| false);
+    refused(given_up, "it was given up");
     store.close().unwrap();
     drop(frozen);
 }
@@ -289,26 +274,18 @@ fn an_export_ends_when_what_it_needs_finds_no_space() {
     let Some((_image, slow)) = small_fs() else {
         return;
     };
-    let Some(small) = MemoryFs::tmpfs("size=16m") else {
-        return;
-    };
-    for retain in [Retention::Nothing, Retention::All] {
-        let place = TestDisk::empty_in(small.path());
-        let (store, _) = modified(&place, retain);
-        let disk = &store.disks()[0];
+    for retain in NOTHING_AND_ALL {
+        let Some(small) = MemoryFs::tmpfs("size=16m") else {
+            return;
+        };
+        let (place, store, _) = disk_within(Some(small), retain);
         // The log and the image get all their blocks.
-        let mut port = disk.open_port().unwrap();
-        for number in 0..3 * ROOM / WRITE as u64 {
-            let sector = number % (SIZE / WRITE) as u64 * (WRITE / 512) as u64;
-            let data = fill(number as u8, WRITE / 512);
-            run(&mut port, Operation::Write { sector, data }).unwrap();
-            flush(&mut port);
-        }
+        let mut port = port(&store, 0);
+        (0..3 * ROOM / WRITE as u64).for_each(|number| overwrite(&mut port, number));
         drop(port);
-        let free = rustix::fs::statvfs(small.path()).unwrap();
+        let free = rustix::fs::statvfs(&place.top).unwrap();
         let free = (free.f_bavail * free.f_frsize) as usize;
-        let filler = small.path().join("filler");
-        std::fs::write(&filler, vec![1; free - (64 << 10)]).unwrap();
+        std::fs::write(place.at("filler"), vec![1; free - (64 << 10)]).unwrap();
         let path = slow.path().join("export");
         let target = File::create_new(&path).unwrap();
         let mut frozen = Some(slow.freeze());
@@ -320,62 +297,23 @@ fn an_export_ends_when_what_it_needs_finds_no_space() {
             }
             true
         };
-        let error = export_beside_writer(disk, None, target, &mut each).unwrap_err();
-        assert!(error.to_string().contains("could not be saved"), "{error}");
-        assert_eq!(saved_files(&place), 0);
-        std::fs::remove_file(&filler).unwrap();
-        std::fs::remove_file(&path).unwrap();
+        let done = export_beside_writer(&store.disks()[0], None, target, &mut each);
+        refused(done, "could not be saved");
+        assert!(is_clean(&place, &store.disks()[0]));
+        taken(&place.at("filler"));
+        taken(&path);
         store.close().unwrap();
     }
 }
 
 #[test]
 fn an_export_that_is_given_up_leaves_nothing() {
-    let place = TestDisk::empty();
-    let (store, _) = modified(&place, Retention::All);
+    let (place, store, _) = disk(Retention::All);
+    let saved = || !place.files("saved-").is_empty();
     let disk = &store.disks()[0];
-    let target = File::create_new(place.disk.with_extension("export")).unwrap();
-    let saved = || saved_files(&place) > 0;
-    let mut each = |_: &Guest| !saved();
-    let error = export_beside_writer(disk, None, target, &mut each).unwrap_err();
-    assert!(error.to_string().contains("it was given up"), "{error}");
-    wait_until("the saved files to go", || !saved());
-    assert!(disk.snapshots().is_empty());
-    store.close().unwrap();
-}
-
-#[test]
-fn a_kill_during_an_export_leaves_nothing() {
-    let place = TestDisk::empty();
-    let (store, _) = modified(&place, Retention::All);
-    let disk = &store.disks()[0];
-    let target = File::create_new(place.disk.with_extension("export")).unwrap();
-    let mut crashed = None;
-    let mut each = |guest: &Guest| {
-        if crashed.is_none() && saved_files(&place) > 0 && guest.stand_still() {
-            crashed = Some(place.crash());
-            guest.go_on();
-        }
-        true
-    };
-    export_beside_writer(disk, None, target, &mut each).unwrap();
-    store.close().unwrap();
-    let crashed = crashed.expect("the guest overwrites what is not copied yet");
-    assert!(crashed.report().history.snapshots.is_empty());
-    let store = open(&crashed, Retention::All);
-    assert!(store.disks()[0].snapshots().is_empty());
-    assert_eq!(saved_files(&crashed), 0);
-    let mut port = store.disks()[0].open_port().unwrap();
-    run(
-        &mut port,
-        Operation::Write {
-            sector: 0,
-            data: fill(1, 8),
-        },
-    )
-    .unwrap();
-    flush(&mut port);
-    drop(port);
+    let done = export_beside_writer(disk, None, target(&place), &mut |_| !saved());
+    refused(done, "it was given up");
+    wait_until("the saved files to go", || is_clean(&place, disk));
     store.close().unwrap();
 }
 
@@ -383,88 +321,48 @@ fn a_kill_during_an_export_leaves_nothing() {
 /// end.
 #[test]
 fn an_export_ends_when_a_restore_in_place_leaves_no_room_for_it() {
-    let place = TestDisk::empty();
-    let (store, _) = modified(&place, Retention::All);
+    let (place, store, _) = disk(Retention::All);
     let disk = &store.disks()[0];
     let horizon = disk.history().horizon.lsn;
-    let target = File::create_new(place.disk.with_extension("export")).unwrap();
     let mut restored = false;
     let mut each = |_: &Guest| {
-        if !restored {
+        if !std::mem::replace(&mut restored, true) {
             disk.rewind(Point::Lsn(horizon)).unwrap();
-            restored = true;
         }
         true
     };
-    let done = export_beside_writer(disk, None, target, &mut each);
-    let error = done.unwrap_err().to_string();
-    assert!(error.contains("restored in place"), "{error}");
+    let done = export_beside_writer(disk, None, target(&place), &mut each);
+    refused(done, "restored in place");
     assert!(disk.snapshots().is_empty());
     store.close().unwrap();
-}
-
-/// The thread of an export may be stopped, or be in code that does not return.
-#[test]
-fn an_export_that_does_nothing_holds_up_no_writer() {
-    for retain in [Retention::Nothing, Retention::All] {
-        let place = TestDisk::empty();
-        let (store, state) = modified(&place, retain);
-        let path = place.disk.with_extension("export");
-        let target = File::create_new(&path).unwrap();
-        let mut called = 0;
-        let mut each = |guest: &Guest| {
-            called += 1;
-            if called == 3 {
-                let goal = guest.written() + 2 * ROOM;
-                wait_until("a guest that goes on beside a stopped export", || {
-                    guest.written() > goal
-                });
-            }
-            true
-        };
-        export_beside_writer(&store.disks()[0], None, target, &mut each).unwrap();
-        assert!(called > 3);
-        assert!(std::fs::read(&path).unwrap() == state, "{retain:?}");
-        store.close().unwrap();
-    }
 }
 
 /// Whoever reads a point, slowly or not at all, holds up no writer, and sees the point.
 #[test]
 fn a_reader_of_a_point_gives_way_to_a_guest_that_fills_the_log() {
-    for retain in [Retention::Nothing, Retention::All] {
-        let place = TestDisk::empty();
-        let (store, state) = modified(&place, retain);
-        let disk = &store.disks()[0];
-        let mut reader = disk.reader_at(Point::Newest).unwrap();
+    for retain in NOTHING_AND_ALL {
+        let (place, store, state) = disk(retain);
+        let mut reader = store.disks()[0].reader_at(Point::Newest).unwrap();
         assert_eq!(reader.bytes(), SIZE as u64);
-        for (at, len) in [
-            (0, 511),
-            (1, 512),
-            (SIZE as u64, 512),
-            (u64::MAX - 511, 1024),
-        ] {
-            assert!(
-                reader.read(&mut vec![0; len], at, &mut || true).is_err(),
-                "{at} {len}"
-            );
+        let end = SIZE as u64;
+        for (at, len) in [(0, 511), (1, 512), (end, 512), (u64::MAX - 511, 1024)] {
+            let read = reader.read(&mut vec![0; len], at, &mut || true);
+            assert!(read.is_err(), "{at} {len}");
         }
-        let mut port = disk.open_port().unwrap();
+        let mut port = port(&store, 0);
         let guest = Guest::default();
-        guest.begun.store(true, Ordering::Relaxed);
+        guest.begin();
         std::thread::scope(|scope| {
             scope.spawn(|| guest.write(&mut port));
             let _end = EndGuard(&guest);
-            wait_until("a guest that goes on beside a stopped reader", || {
-                guest.written() > ROOM
-            });
-            wait_until("a guest that goes on beside a silent reader", || {
+            guest.goes_on(ROOM, "a stopped reader");
+            wait_until("a guest that writes beside a silent reader", || {
                 reader.give_way().unwrap();
                 guest.written() > 2 * ROOM
             });
             let mut random = Random(7);
             while guest.written() < 6 * ROOM {
-                let at = random.below(SIZE as u64 / 512) as usize * 512;
+                let at = random.below(end / 512) as usize * 512;
                 let len = (random.below(200) as usize + 1) * 512;
                 let mut bytes = vec![7; len.min(SIZE - at)];
                 reader.read(&mut bytes, at as u64, &mut || true).unwrap();
@@ -473,13 +371,10 @@ fn a_reader_of_a_point_gives_way_to_a_guest_that_fills_the_log() {
             let mut all = vec![7; SIZE];
             reader.read(&mut all, 0, &mut || true).unwrap();
             assert!(all == state);
-            let goal = guest.written() + 2 * ROOM;
-            wait_until("a guest that goes on beside a reader at its end", || {
-                guest.written() > goal
-            });
+            guest.goes_on(2 * ROOM, "a reader at its end");
         });
         drop((port, reader));
-        assert_eq!(saved_files(&place), 0);
+        assert!(place.files("saved-").is_empty());
         store.close().unwrap();
     }
 }

@@ -16,15 +16,12 @@ mod marks;
 mod members;
 mod memory;
 mod past;
-mod progress;
 mod replica;
 mod retain;
 mod rewinds;
-mod rot;
 mod sharing;
 mod snapshots;
 mod space;
-mod summaries;
 #[path = "../support/mod.rs"]
 mod support;
 mod unpolled;

@@ -1,28 +1,27 @@
 //! Disks that come and go while other disks of their log are written.
 //!
-//! `WALVISOR_MEMBER_CYCLES=N` makes it N additions and removals, and prints how long the flushes of
-//! the other disks took with and without them.
+//! `WALVISOR_MEMBER_CYCLES=N` makes it N additions and removals.
 
-use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::thread;
-use std::time::{Duration, Instant};
 
-use crate::support::{copy_image, copy_log, flush, mark, read, write};
 use walvisor_storage::{
-    Disk, DiskOptions, ErrorKind, Image, Port, Store, StoreOptions, create_disk,
+    Disk, DiskOptions, ErrorKind, Image, Port, Retention, Store, StoreOptions, create_disk,
 };
 
-const SIZE: u64 = 4 << 20;
-/// Disks that stay, and disks that come and go.
-const STAYING: usize = 6;
-const CHANGING: usize = 4;
+use crate::bench::Bench;
+use crate::support::{
+    MIB, TestDisk, all, copy_image, flush, mark, port, put_in, read, refused, run, wait_until,
+    write,
+};
+
+const SIZE: u64 = 4 * MIB;
 /// Blocks of 8 sectors that are written on each disk.
-const BLOCKS: u64 = 64;
+const BLOCKS: usize = 64;
 
 fn options() -> StoreOptions {
     StoreOptions {
-        segment_size: 1 << 20,
+        segment_size: MIB,
         max_segments: 12,
         ..StoreOptions::default()
     }
@@ -31,12 +30,12 @@ fn options() -> StoreOptions {
 /// What a disk must hold: the byte of each block whose FLUSH was acknowledged.
 struct Oracle {
     port: Port,
-    bytes: [u8; BLOCKS as usize],
+    bytes: [u8; BLOCKS],
     writes: u64,
 }
 
 impl Oracle {
-    fn new(disk: &Disk, bytes: [u8; BLOCKS as usize]) -> Self {
+    fn new(disk: &Disk, bytes: [u8; BLOCKS]) -> Self {
         Self {
             port: disk.open_port().unwrap(),
             bytes,
@@ -44,202 +43,166 @@ impl Oracle {
         }
     }
 
-    /// Writes some blocks, and flushes them; returns how long the flush took.
-    fn step(&mut self) -> Duration {
+    /// Writes some blocks, and flushes them.
+    fn step(&mut self) {
         for _ in 0..4 {
             self.writes += 1;
-            let block = self.writes.wrapping_mul(0x9e37_79b9) % BLOCKS;
+            let block = self.writes.wrapping_mul(0x9e37_79b9) % BLOCKS as u64;
             let byte = (self.writes % 251) as u8;
             write(&mut self.port, block * 8, byte, 8);
             self.bytes[block as usize] = byte;
         }
-        let began = Instant::now();
         flush(&mut self.port);
-        began.elapsed()
     }
 
     fn check(&mut self) {
-        for (block, byte) in self.bytes.iter().enumerate() {
-            let found = read(&mut self.port, block as u64 * 8, 8);
-            assert!(found.iter().all(|found| found == byte), "block {block}");
-        }
+        let data = read(&mut self.port, 0, BLOCKS as u32 * 8);
+        assert!(holds(&data, &self.bytes));
     }
 }
 
-/// Compares a closed image with what its disk must hold.
-fn check_image(path: &Path, bytes: &[u8]) {
-    let image = std::fs::read(path).unwrap();
-    for (block, byte) in bytes.iter().enumerate() {
-        let found = &image[block * 4096..][..4096];
-        assert!(found.iter().all(|found| found == byte), "{path:?} {block}");
-    }
-}
-
-/// The time below which 99 of 100 are.
-fn p99(times: &mut [Duration]) -> Duration {
-    times.sort();
-    times[times.len() * 99 / 100]
+fn holds(data: &[u8], bytes: &[u8; BLOCKS]) -> bool {
+    let mut blocks = data.chunks(4096).zip(bytes);
+    blocks.all(|(block, byte)| all(block, *byte))
 }
 
 #[test]
 fn disks_come_and_go_while_others_are_written() {
     let cycles = std::env::var("WALVISOR_MEMBER_CYCLES");
-    let cycles: usize = cycles.map_or(40, |cycles| cycles.parse().unwrap());
-    let dir = tempfile::tempdir().unwrap();
-    let at = |name: String| dir.path().join(name);
-    let log = at("log".to_owned());
-    let staying: Vec<PathBuf> = (0..STAYING).map(|n| at(format!("stays-{n}"))).collect();
-    let changing: Vec<PathBuf> = (0..CHANGING).map(|n| at(format!("changes-{n}"))).collect();
-    for path in &staying {
-        create_disk(path, SIZE, &log, &options()).unwrap();
-    }
+    let cycles: usize = cycles.map_or(12, |cycles| cycles.parse().unwrap());
+    let place = TestDisk::made(&["stays-0", "stays-1", "stays-2"], SIZE, options());
     // These are raw images, and join the log when they are first added.
+    let changing = ["changes-0", "changes-1"].map(|name| place.at(name));
     for path in &changing {
         std::fs::File::create(path).unwrap().set_len(SIZE).unwrap();
     }
-    let disks: Vec<_> = staying.iter().map(DiskOptions::new).collect();
-    let mut store = Store::open(&log, &disks, &options()).unwrap();
-
-    let (stop, changes) = (AtomicBool::new(false), AtomicBool::new(false));
-    let steps = AtomicUsize::new(0);
-    let mut held = vec![[0; BLOCKS as usize]; CHANGING];
-    let open = store.disks().to_vec();
+    let mut store = place.open();
+    let (stop, steps) = (AtomicBool::new(false), AtomicUsize::new(0));
+    let mut held = [[0; BLOCKS]; 2];
+    let staying = store.disks().to_vec();
     let written = thread::scope(|scope| {
-        let writers: Vec<_> = open
+        let write = |disk| {
+            let mut oracle = Oracle::new(disk, [0; BLOCKS]);
+            while !stop.load(Ordering::SeqCst) {
+                oracle.step();
+                steps.fetch_add(1, Ordering::SeqCst);
+            }
+            oracle.check();
+            oracle.bytes
+        };
+        let writers: Vec<_> = staying
             .iter()
-            .map(|disk| {
-                let (stop, changes, steps) = (&stop, &changes, &steps);
-                scope.spawn(move || {
-                    let mut oracle = Oracle::new(disk, [0; BLOCKS as usize]);
-                    let mut times = [Vec::new(), Vec::new()];
-                    while !stop.load(Ordering::SeqCst) {
-                        let with = usize::from(changes.load(Ordering::SeqCst));
-                        times[with].push(oracle.step());
-                        steps.fetch_add(1, Ordering::SeqCst);
-                    }
-                    oracle.check();
-                    (oracle.bytes, times)
-                })
-            })
+            .map(|disk| scope.spawn(move || write(disk)))
             .collect();
-        // Turns with and without changes alternate.
         for cycle in 0..cycles {
-            let which = cycle % CHANGING;
-            let path = &changing[which];
-            changes.store(true, Ordering::SeqCst);
+            let (path, held) = (&changing[cycle % 2], &mut held[cycle % 2]);
             let disk = store.add_disk(&DiskOptions::new(path)).unwrap().clone();
-            let mut oracle = Oracle::new(&disk, held[which]);
+            let mut oracle = Oracle::new(&disk, *held);
             oracle.check();
             oracle.writes = cycle as u64 * 100;
-            for _ in 0..5 {
-                oracle.step();
-            }
-            held[which] = oracle.bytes;
+            (0..5).for_each(|_| oracle.step());
+            *held = oracle.bytes;
             drop((oracle, disk));
             store.remove_disk(path).unwrap();
-            changes.store(false, Ordering::SeqCst);
-            check_image(path, &held[which]);
+            assert!(holds(&std::fs::read(path).unwrap(), held));
             // The image can be opened elsewhere at once, as a raw one.
             drop(Image::open(path, false).unwrap());
             let until = steps.load(Ordering::SeqCst) + 20;
-            while steps.load(Ordering::SeqCst) < until {
-                thread::yield_now();
-            }
+            wait_until("writes", || steps.load(Ordering::SeqCst) >= until);
         }
         stop.store(true, Ordering::SeqCst);
-        let ended = writers.into_iter().map(|writer| writer.join().unwrap());
-        ended.collect::<Vec<_>>()
+        writers
+            .into_iter()
+            .map(|writer| writer.join().unwrap())
+            .collect::<Vec<_>>()
     });
-    let mut all = [Vec::new(), Vec::new()];
-    for (_, times) in &written {
-        (0..2).for_each(|with| all[with].extend(&times[with]));
-    }
-    let [without, with] = all.each_mut().map(|times| p99(times));
-    println!(
-        "{cycles} additions and removals: the p99 of the other disks' flushes is {with:?}, without \
-         {without:?}"
-    );
-
-    // A crash now: no FLUSH that was acknowledged is lost. One disk is in the log, and leaves it
-    // later.
-    let last = store.add_disk(&DiskOptions::new(&changing[0])).unwrap();
-    let mut oracle = Oracle::new(last, held[0]);
-    oracle.step();
-    held[0] = oracle.bytes;
-    drop(oracle);
-    open[0].checkpoint().unwrap();
-    let left = at("left".to_owned());
-    std::fs::create_dir_all(left.join("log")).unwrap();
-    copy_log(&log, &left.join("log"));
-    let there = |path: &PathBuf| left.join(path.file_name().unwrap());
-    for path in staying.iter().chain(&changing) {
-        copy_image(path, &there(path));
-    }
-    drop(open);
+    // A crash now: no FLUSH that was acknowledged is lost.
+    let killed = place.crash();
+    drop(staying);
     store.close().unwrap();
-    let paths: Vec<_> = staying.iter().chain(&changing).collect();
-    let disks: Vec<_> = paths
-        .iter()
-        .map(|path| DiskOptions::new(there(path)))
-        .collect();
-    let recovered = Store::open(&left.join("log"), &disks, &options()).unwrap();
-    let expected = written.iter().map(|(bytes, _)| bytes).chain(&held);
-    for (disk, bytes) in recovered.disks().iter().zip(expected) {
-        Oracle::new(disk, *bytes).check();
+    let recovered = killed.open();
+    for (disk, bytes) in recovered.disks().iter().zip(written) {
+        Oracle::new(disk, bytes).check();
     }
     recovered.close().unwrap();
 }
 
 #[test]
 fn what_cannot_be_added_or_removed_is_refused_and_disturbs_nobody() {
-    let dir = tempfile::tempdir().unwrap();
-    let at = |name: &str| dir.path().join(name);
-    for name in ["a", "b"] {
-        create_disk(&at(name), SIZE, &at("log"), &options()).unwrap();
-    }
+    let place = TestDisk::made(&["a", "b"], SIZE, options());
+    let at = |name: &str| place.at(name);
     create_disk(&at("other"), SIZE, &at("other.wal"), &options()).unwrap();
-    let mut store = Store::open(&at("log"), &[DiskOptions::new(at("a"))], &options()).unwrap();
-    let mut port = store.disks()[0].open_port().unwrap();
-    write(&mut port, 0, 7, 8);
-    let mut refused = |name: &str| {
-        let added = store.add_disk(&DiskOptions::new(at(name))).map(drop);
-        let error = added.unwrap_err();
-        (error.kind(), error.to_string())
-    };
+    let mut store = Store::open(&place.log(), &[DiskOptions::new(at("a"))], &options()).unwrap();
+    let mut queue = port(&store, 0);
+    write(&mut queue, 0, 7, 8);
     copy_image(&at("a"), &at("copy"));
-    let (kind, text) = refused("copy");
-    assert_eq!(kind, ErrorKind::WrongLog, "{text}");
-    assert!(text.contains("a copy of the disk"), "{text}");
-    assert_eq!(refused("missing").0, ErrorKind::NotFound);
     // The disk of a log that was not closed.
-    let other = Store::open(
-        &at("other.wal"),
-        &[DiskOptions::new(at("other"))],
-        &options(),
-    );
-    let other = other.unwrap();
+    let other = DiskOptions::new(at("other"));
+    let other = Store::open(&at("other.wal"), &[other], &options()).unwrap();
     copy_image(&at("other"), &at("killed"));
-    let (kind, text) = refused("killed");
-    assert_eq!(kind, ErrorKind::WrongLog, "{text}");
-    assert!(text.contains("was not closed"), "{text}");
+    for (name, kind, part) in [
+        ("copy", ErrorKind::WrongLog, "a copy of the disk"),
+        ("missing", ErrorKind::NotFound, ""),
+        ("killed", ErrorKind::WrongLog, "was not closed"),
+    ] {
+        let added = store.add_disk(&DiskOptions::new(at(name))).map(drop);
+        assert_eq!(refused(added, part), kind);
+    }
     other.close().unwrap();
 
     // A disk that leaves with a port open fails its writes, and its image is complete.
-    store.add_disk(&DiskOptions::new(at("b"))).unwrap();
-    let mut late = store.disks()[1].open_port().unwrap();
+    let b = DiskOptions::new(at("b"));
+    store.add_disk(&b).unwrap();
+    let mut late = port(&store, 1);
     write(&mut late, 0, 8, 8);
     store.remove_disk(&at("b")).unwrap();
     assert_eq!(store.disks().len(), 1);
-    assert_eq!(std::fs::read(at("b")).unwrap()[..4096], [8; 4096]);
-    if let Some(mark) = mark(&at("b")) {
-        assert!(mark.ends_with("closed"), "{mark}");
-    }
-    let error = store.remove_disk(&at("b")).unwrap_err();
-    assert_eq!(error.kind(), ErrorKind::NotFound);
+    assert!(all(&std::fs::read(at("b")).unwrap()[..4096], 8));
+    assert!(mark(&at("b")).is_none_or(|mark| mark.ends_with("closed")));
+    assert_eq!(
+        refused(store.remove_disk(&at("b")), ""),
+        ErrorKind::NotFound
+    );
+    assert!(run(&mut late, put_in(0, 1, 8)).is_err());
     drop(late);
-    store.add_disk(&DiskOptions::new(at("b"))).unwrap();
-    flush(&mut port);
-    assert_eq!(&read(&mut port, 0, 8)[..], [7; 4096]);
-    drop(port);
+    store.add_disk(&b).unwrap();
+    flush(&mut queue);
+    assert!(all(&read(&mut queue, 0, 8), 7));
+    drop(queue);
     store.close().unwrap();
+}
+
+/// A disk that leaves a log that keeps history stays there with its records, and comes back with
+/// all of them, also to a log that was opened without it.
+#[test]
+fn a_disk_with_history_leaves_and_comes_back() {
+    let mut bench = Bench::new(Retention::All);
+    let disks = bench.place.disks();
+    let [a, b] = [0, 1].map(|disk| DiskOptions::new(&disks[disk]));
+    bench.open();
+    bench.change(30);
+    let mut left = port(bench.store(), 1);
+    let store = bench.store.as_mut().unwrap();
+    store.remove_disk(&disks[1]).unwrap();
+    assert!(run(&mut left, put_in(0, 1, 8)).is_err());
+    assert_eq!(refused(store.add_disk(&b).map(drop), ""), ErrorKind::Locked);
+    drop(left);
+    store.add_disk(&b).unwrap();
+    bench.change(20);
+    bench
+        .store
+        .as_mut()
+        .unwrap()
+        .remove_disk(&disks[1])
+        .unwrap();
+    bench.close();
+    bench.check();
+    // It has records in the log, but nobody uses it when the log is opened.
+    let detached = DiskOptions::detached(&disks[1]);
+    let mut store = Store::open(&bench.place.log(), &[a, detached], &bench.place.options).unwrap();
+    store.add_disk(&b).unwrap();
+    bench.store = Some(store);
+    bench.change(10);
+    bench.close();
+    bench.check();
 }
