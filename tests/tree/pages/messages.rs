@@ -2,7 +2,8 @@
 //! with a backslash, and only a lost backslash leaves the indentation in the text.
 
 use std::fs;
-use std::path::{Path, PathBuf};
+
+use crate::{ends_with, files, top};
 
 /// Spaces that no text for people has in a row, unless it is a table.
 const GAP: &str = "        ";
@@ -62,27 +63,16 @@ fn has_gap(text: &str) -> bool {
     gap.is_some_and(|at| text.trim()[..at].len() > 12)
 }
 
-fn sources(dir: &Path, found: &mut Vec<PathBuf>) {
-    for entry in fs::read_dir(dir).unwrap() {
-        let path = entry.unwrap().path();
-        if path.is_dir() {
-            sources(&path, found);
-        } else if path.extension().is_some_and(|extension| extension == "rs") {
-            found.push(path);
-        }
-    }
-}
-
 #[test]
 fn no_message_has_a_gap() {
-    let top = Path::new(env!("CARGO_MANIFEST_DIR")).parent().unwrap();
-    let mut files = Vec::new();
-    for name in ["block", "storage", "devices", "vmm", "walvisor"] {
-        sources(&top.join(name).join("src"), &mut files);
-    }
+    let crates = ["block", "storage", "devices", "vmm", "walvisor"];
+    let sources = crates
+        .map(|name| files(&top().join(name).join("src")))
+        .concat();
+    let sources = sources.iter().filter(|path| ends_with(path, "rs"));
     let (mut seen, mut gaps) = (0, Vec::new());
-    for file in files {
-        for (line, text) in literals(&fs::read_to_string(&file).unwrap()) {
+    for file in sources {
+        for (line, text) in literals(&fs::read_to_string(file).unwrap()) {
             seen += 1;
             if has_gap(&text) {
                 gaps.push(format!("{}:{line}: {text}", file.display()));

@@ -5,16 +5,14 @@ use std::collections::BTreeSet;
 use std::fs;
 use std::path::{Path, PathBuf};
 
-const PAGE: &str = include_str!("../../docs/layout.md");
+use crate::{ends_with, files, top};
+
+const PAGE: &str = include_str!("../../../docs/layout.md");
 
 /// Whether a source file beneath the folder defines the item.
 fn defines(folder: &Path, item: &str) -> bool {
-    fs::read_dir(folder).unwrap().any(|entry| {
-        let path = entry.unwrap().path();
-        if path.is_dir() {
-            return defines(&path, item);
-        }
-        let text = fs::read_to_string(&path).unwrap_or_default();
+    files(folder).iter().any(|path| {
+        let text = fs::read_to_string(path).unwrap_or_default();
         ["struct", "enum", "trait", "fn"].iter().any(|kind| {
             let definition = format!("{kind} {item}");
             text.match_indices(&definition).any(|(at, _)| {
@@ -27,14 +25,13 @@ fn defines(folder: &Path, item: &str) -> bool {
 
 #[test]
 fn each_job_is_where_the_page_says() {
-    let top = Path::new(env!("CARGO_MANIFEST_DIR")).join("..");
     let rows = PAGE.lines().filter(|line| line.starts_with("| ")).skip(1);
     let mut jobs = 0;
     for row in rows {
         let named: Vec<_> = row.rsplit('|').skip(1).take(2).collect();
         let [item, folder] = [named[0], named[1]].map(|cell| cell.trim().trim_matches('`'));
         assert!(
-            defines(&top.join(folder), item),
+            defines(&top().join(folder), item),
             "{row}: no {item} in {folder}"
         );
         jobs += 1;
@@ -53,9 +50,8 @@ fn tests_in(folder: &Path) -> Vec<String> {
             path
         }
     };
-    let tests = paths.map(of_entry).filter(|path| {
-        path.is_file() && path.extension().is_some_and(|extension| extension == "rs")
-    });
+    let tests = paths.map(of_entry);
+    let tests = tests.filter(|path| path.is_file() && ends_with(path, "rs"));
     tests.map(|path| path.display().to_string()).collect()
 }
 
@@ -63,7 +59,7 @@ fn tests_in(folder: &Path) -> Vec<String> {
 #[test]
 fn each_test_has_its_lines_in_the_manifest() {
     let tests = Path::new(env!("CARGO_MANIFEST_DIR"));
-    let manifest = include_str!("../Cargo.toml");
+    let manifest = include_str!("../../Cargo.toml");
     let named = manifest
         .lines()
         .filter_map(|line| line.strip_prefix("path = \""));

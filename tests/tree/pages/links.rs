@@ -2,28 +2,16 @@
 //! name.
 
 use std::fs;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 
-/// The files below `folder`, except in build directories and hidden ones.
-fn files(folder: &Path, found: &mut Vec<PathBuf>) {
-    for entry in fs::read_dir(folder).unwrap() {
-        let path = entry.unwrap().path();
-        let name = path.file_name().unwrap().to_string_lossy().into_owned();
-        if path.is_dir() && name != "target" && !name.starts_with('.') {
-            files(&path, found);
-        } else {
-            found.push(path);
-        }
-    }
-}
+use crate::{ends_with, files, top};
 
 /// All files of the project, and those of them that are documentation pages.
 fn project() -> (Vec<PathBuf>, Vec<PathBuf>) {
-    let mut all = Vec::new();
-    files(&Path::new(env!("CARGO_MANIFEST_DIR")).join(".."), &mut all);
-    let page = |path: &&PathBuf| path.extension().is_some_and(|end| end == "md");
-    let found = all.iter().filter(page).cloned().collect();
-    (all, found)
+    let all = files(&top());
+    let pages = all.iter().filter(|path| ends_with(path, "md"));
+    let pages = pages.cloned().collect();
+    (all, pages)
 }
 
 /// The targets of a page's links, except in code blocks.
@@ -68,16 +56,13 @@ fn names(page: &str) -> (Vec<&str>, Vec<&str>) {
 #[test]
 fn tests_and_mutants_that_pages_name_are_there() {
     let (all, _) = project();
-    let sources = all
-        .iter()
-        .filter(|path| path.extension().is_some_and(|end| end == "rs"));
+    let sources = all.iter().filter(|path| ends_with(path, "rs"));
     let sources: String = sources
         .map(|path| fs::read_to_string(path).unwrap())
         .collect();
     let mut missing = Vec::new();
     for page in ["docs/trust.md", "docs/security.md"] {
-        let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("..").join(page);
-        let text = fs::read_to_string(path).unwrap();
+        let text = fs::read_to_string(top().join(page)).unwrap();
         let (functions, types) = names(&text);
         assert!(functions.len() > 5, "{page}: {functions:?}");
         let gone = functions
