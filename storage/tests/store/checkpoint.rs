@@ -1,7 +1,11 @@
 //! How many bytes a checkpoint writes, and how much memory the index takes until then.
 
-use crate::support::{TestDisk, all, discard, flush, port, put_in, wait};
-use walvisor_storage::{BackendQueue, LogCounters, Logged, StoreOptions};
+use crate::support::{
+    SIZE, TestDisk, all, commit, discard, flush, port, put_in, read, refused, run, wait,
+};
+use walvisor_storage::{
+    Backend, BackendQueue, ErrorKind, LogCounters, Logged, Operation, StoreOptions, inspect,
+};
 
 const BLOCK: u64 = 4096;
 /// Writes between two FLUSHes.
@@ -109,4 +113,55 @@ fn neighbours_are_copied_together() {
     for (i, sector) in sectors {
         assert!(all(sector, i as u8), "sector {i}");
     }
+}
+
+#[test]
+fn a_checkpoint_in_use_brings_the_base_image_up_to_date() {
+    let place = TestDisk::new();
+    let store = place.open();
+    let disk = store.disks()[0].clone();
+    for round in 1..=3 {
+        commit(&disk, 8, round, 8);
+        // Without new records there is nothing to wait for.
+        let lsns = [(); 2].map(|()| disk.checkpoint().unwrap());
+        assert_eq!(lsns, [u64::from(round); 2]);
+        assert!(all(&std::fs::read(&place.disk).unwrap()[4096..8192], round));
+    }
+    store.close().unwrap();
+    refused(disk.checkpoint(), "being closed");
+    assert!(disk.grow(2 * SIZE).is_err());
+}
+
+#[test]
+fn a_disk_grows_in_use_and_what_is_new_survives_a_crash() {
+    let place = TestDisk::new();
+    let store = place.open();
+    let (disk, beyond, last) = (&store.disks()[0], SIZE / 512, 4 * SIZE / 512 - 8);
+    commit(disk, 0, 1, 8);
+    let mut queue = port(&store, 0);
+    let read_beyond = Operation::Read {
+        sector: beyond,
+        sectors: 8,
+    };
+    assert!(run(&mut queue, read_beyond).is_err(), "behind the end");
+    let resized = disk.grow(4 * SIZE).unwrap();
+    assert_eq!((resized.old_size, resized.size), (SIZE, 4 * SIZE));
+    assert_eq!(disk.sectors(), 4 * beyond);
+    assert!(all(&read(&mut queue, beyond, 8), 0));
+    commit(disk, last, 2, 8);
+    for (size, part) in [
+        (2 * SIZE, "cannot shrink"),
+        (4 * SIZE + 1, "multiple of 512"),
+    ] {
+        assert_eq!(refused(disk.grow(size), part), ErrorKind::InvalidInput);
+    }
+    disk.grow(4 * SIZE).unwrap();
+    let killed = place.crash().open();
+    assert_eq!(killed.disks()[0].sectors(), 4 * beyond);
+    let mut crashed = port(&killed, 0);
+    assert!(all(&read(&mut crashed, 0, 8), 1) && all(&read(&mut crashed, last, 8), 2));
+    drop(queue);
+    store.close().unwrap();
+    assert_eq!(place.disk.metadata().unwrap().len(), 4 * SIZE);
+    assert_eq!(inspect(&place.disk, &place.log()).unwrap().size, 4 * SIZE);
 }

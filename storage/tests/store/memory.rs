@@ -15,7 +15,7 @@ const LIMIT: u64 = 1 << 20;
 const ALONE: &str = "WALVISOR_TEST_ALONE";
 /// The index and what is beside it may take as much each; the rest is for buffers, threads and the
 /// allocator.
-const MOST: u64 = 2 * LIMIT + (24 << 20);
+const MOST: u64 = 2 * LIMIT + (32 << 20);
 
 /// The most memory that this process had resident so far, in bytes.
 fn peak() -> u64 {
