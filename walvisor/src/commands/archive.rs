@@ -533,7 +533,12 @@ impl FollowingPush<'_> {
                     }
                     let idle = (tick.caught_up || tick.log_bytes == 0) && tick.base.is_none();
                     if idle {
-                        let rest = self.interval.saturating_sub(begun.elapsed());
+                        let rest = if self.sync && !tick.caught_up {
+                            // A request waits for what can't be read yet, and will not wake again.
+                            SOON
+                        } else {
+                            self.interval.saturating_sub(begun.elapsed())
+                        };
                         ends = self.wait(rest, self.sync);
                         continue;
                     }
@@ -627,6 +632,8 @@ impl FollowingPush<'_> {
     }
 }
 
+/// How long to wait before the log is read again, if requests wait for what it has.
+const SOON: Duration = Duration::from_millis(20);
 /// How often a push that is fenced off before it has begun is tried.
 const MOST_FENCED: u32 = 5;
 const NOT_ALL_SENT: &str = "the archive lacks what was written last; push it again";
