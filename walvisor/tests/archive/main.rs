@@ -9,7 +9,6 @@ use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output, Stdio};
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::time::Duration;
 
 use walvisor_testkit::nbd::{FLUSH, PAYLOAD_LEN, RawClient, WRITE};
 use walvisor_testkit::process::{Limited, create, foreign, program, succeed, text};
@@ -33,6 +32,15 @@ fn with_keys(command: &mut Command) {
     command.envs(KEYS);
 }
 
+/// Serves `disk.img` in `dir` with these options too. Returns the daemon and a client.
+fn serve(dir: &Path, options: &str) -> (Daemon, RawClient) {
+    let spec = format!("path=disk.img,socket=nbd.sock{options}");
+    let mut command = serve_nbd(Command::new(program()), &spec);
+    let daemon = Daemon::start_as(dir, &mut command, 1);
+    let client = RawClient::extended(&dir.join("nbd.sock"));
+    (daemon, client)
+}
+
 /// Makes `command`, the program, serve a disk over NBD, with keys for the store.
 fn serve_nbd(mut command: Command, spec: &str) -> Command {
     command.args(["serve", "nbd", "--control", "ctl", "--disk", spec]);
@@ -42,6 +50,12 @@ fn serve_nbd(mut command: Command, spec: &str) -> Command {
 
 fn output(command: &mut Command) -> Output {
     command.output().expect("timeout(1) starts")
+}
+
+/// Runs `walvisor archive` in `dir`, asserts that it succeeds, and returns its stdout.
+#[track_caller]
+fn run(dir: &Path, arguments: &str) -> String {
+    done(&mut archive(dir, arguments))
 }
 
 #[track_caller]
@@ -74,6 +88,25 @@ fn two_hosts() -> (tempfile::TempDir, PathBuf, PathBuf) {
     fs::create_dir(&home).unwrap();
     fs::create_dir(&elsewhere).unwrap();
     (place, home, elsewhere)
+}
+
+/// Restores an archive as of an LSN, and asserts that the disk is what it was then.
+#[track_caller]
+fn restore_as_of(dir: &Path, url: &str, at: u64) {
+    let words = format!("restore {url} at-{at} --at lsn:{at}");
+    run(dir, &words);
+    succeed(dir, &format!("disk export at-{at}/disk.img {at}.raw"));
+    assert_as_of(&dir.join(format!("{at}.raw")), at);
+}
+
+/// Serves a disk, writes its first block, flushes, and closes the disk.
+fn write_once(dir: &Path, disk: &str, byte: u8) {
+    let daemon = Daemon::start(dir, &format!("--disk path={disk},socket=nbd.sock"));
+    let mut client = RawClient::extended(&dir.join("nbd.sock"));
+    client.write(1, 0, &[byte; BLOCK]);
+    client.flush(2);
+    drop(client);
+    daemon.stop();
 }
 
 /// Writes the next block, with its number, and flushes.
@@ -137,12 +170,11 @@ fn what_was_told_to_be_archived_comes_back_elsewhere() {
     let url = store.url("bucket/logs/one");
     let (_place, home, elsewhere) = two_hosts();
     create(&home, "disk.img", "1M --retain 1h");
-    let daemon = Daemon::start(&home, "--disk path=disk.img,socket=nbd.sock");
-    let mut client = RawClient::extended(&home.join("nbd.sock"));
+    let (daemon, mut client) = serve(&home, "");
     let mut random = Random(1);
     let mut written = 0_u64;
     store.fail_one_in(15);
-    for _ in 0..8 {
+    for _ in 0..4 {
         let follower = Follower::start(&home, &url, &TOLD);
         let enough = TOLD.load(Ordering::SeqCst) + 30 + random.below(40);
         wait_until("the archive to grow", || {
@@ -156,11 +188,8 @@ fn what_was_told_to_be_archived_comes_back_elsewhere() {
     store.fail_one_in(0);
 
     let told = TOLD.load(Ordering::SeqCst);
-    let checked = done(&mut archive(&elsewhere, &format!("verify {url} --json")));
-    let restored = done(&mut archive(
-        &elsewhere,
-        &format!("restore {url} back --json"),
-    ));
+    let checked = run(&elsewhere, &format!("verify {url} --json"));
+    let restored = run(&elsewhere, &format!("restore {url} back --json"));
     assert_eq!(number(&checked, "lsn"), number(&restored, "lsn"));
     let newest = number(&restored, "lsn");
     println!(
@@ -172,32 +201,14 @@ fn what_was_told_to_be_archived_comes_back_elsewhere() {
         (told..=written).contains(&newest),
         "{told} {newest} {written}"
     );
-    for at in (1..=20).map(|round| newest * round / 20) {
-        let back = format!("at-{at}");
-        done(&mut archive(
-            &elsewhere,
-            &format!("restore {url} {back} --at lsn:{at}"),
-        ));
-        succeed(
-            &elsewhere,
-            &format!("disk export {back}/disk.img {back}.raw"),
-        );
-        assert_as_of(&elsewhere.join(format!("{back}.raw")), at);
-        fs::remove_dir_all(elsewhere.join(&back)).unwrap();
+    for at in [1, newest / 3, newest / 2, newest] {
+        restore_as_of(&elsewhere, &url, at);
     }
     // It is a disk, with a log that goes on.
-    let daemon = Daemon::start(&elsewhere, "--disk path=back/disk.img,socket=nbd.sock");
-    let mut client = RawClient::extended(&elsewhere.join("nbd.sock"));
-    client.write(1, 0, &[7; BLOCK]);
-    client.flush(2);
-    drop(client);
-    daemon.stop();
-    let pushed = done(&mut archive(
-        &elsewhere,
-        &format!("push back/disk.img.wal {url} --json"),
-    ));
+    write_once(&elsewhere, "back/disk.img", 7);
+    let pushed = run(&elsewhere, &format!("push back/disk.img.wal {url} --json"));
     assert_eq!(number(&pushed, "lsn"), newest + 1);
-    let shown = done(&mut archive(&elsewhere, &format!("status {url}")));
+    let shown = run(&elsewhere, &format!("status {url}"));
     assert!(
         shown.contains("any point from lsn:") && shown.contains("disk.img (1 MiB)"),
         "{shown}"
@@ -214,13 +225,11 @@ fn a_real_server_has_what_was_told_to_be_archived() {
     };
     let url = server.url("vm");
     create(&home, "disk.img", "1M --retain 1h");
-    let spec = format!("path=disk.img,socket=nbd.sock,archive={url},archive-interval=50ms");
-    let mut command = serve_nbd(Command::new(program()), &spec);
-    let daemon = Daemon::start_as(&home, &mut command, 1);
-    let mut client = RawClient::extended(&home.join("nbd.sock"));
+    let options = format!(",archive={url},archive-interval=50ms");
+    let (daemon, mut client) = serve(&home, &options);
     let mut random = Random(3);
     let (mut written, mut kills, mut told) = (0_u64, 0, 0);
-    while kills < 8 {
+    while kills < 3 {
         write_next(&mut client, &mut written);
         if random.below(20) > 0 {
             continue;
@@ -270,12 +279,11 @@ fn a_real_server_has_what_was_told_to_be_archived() {
         (told..=written).contains(&newest),
         "{told} {newest} {written}"
     );
-    for round in 0..20 {
+    for round in 0..4 {
         let at = 1 + random.below(newest);
         as_nobody(&format!("archive restore {url} {round} --at lsn:{at}"));
         as_nobody(&format!("disk export {round}/disk.img {round}.raw"));
         assert_as_of(&elsewhere.join(format!("{round}.raw")), at);
-        fs::remove_dir_all(elsewhere.join(round.to_string())).unwrap();
     }
 }
 
@@ -289,8 +297,7 @@ fn a_replica_follows_is_read_and_takes_over() {
     let url = store.url("bucket/one");
     let (_place, home, elsewhere) = two_hosts();
     create(&home, "disk.img", "1M --retain 1h");
-    let daemon = Daemon::start(&home, "--disk path=disk.img,socket=nbd.sock");
-    let mut client = RawClient::extended(&home.join("nbd.sock"));
+    let (daemon, mut client) = serve(&home, "");
     let mut written = 0_u64;
     let mut write_until = |what: &str, enough: &mut dyn FnMut() -> bool| {
         wait_until(what, || {
@@ -304,19 +311,10 @@ fn a_replica_follows_is_read_and_takes_over() {
         PUSHED.load(Ordering::SeqCst) > 0
     });
     let follow = Follower::run(&elsewhere, &["follow", &url, "replica"], &FOLLOWED);
-    for _ in 0..3 {
-        let before = FOLLOWED.load(Ordering::SeqCst);
-        let written = write_until("the replica", &mut || {
-            FOLLOWED.load(Ordering::SeqCst) > before + 50
-        });
-        succeed(&elsewhere, "disk export replica/disk.img look.raw --force");
-        let newest = numbers(&elsewhere.join("look.raw")).into_iter().max();
-        let newest = newest.unwrap();
-        assert!(
-            (before..=written).contains(&newest),
-            "{before} {newest} {written}"
-        );
-    }
+    let written = write_until("the replica", &mut || FOLLOWED.load(Ordering::SeqCst) > 10);
+    succeed(&elsewhere, "disk export replica/disk.img look.raw");
+    let newest = numbers(&elsewhere.join("look.raw")).into_iter().max();
+    assert!((10..=written).contains(&newest.unwrap()), "{newest:?}");
     let (_, errors) = refused(&elsewhere, &format!("promote {url} replica"));
     assert!(
         errors.contains("another process follows there; end that one first"),
@@ -325,10 +323,7 @@ fn a_replica_follows_is_read_and_takes_over() {
     follow.kill();
 
     let pushed = PUSHED.load(Ordering::SeqCst);
-    let promoted = done(&mut archive(
-        &elsewhere,
-        &format!("promote {url} replica --json"),
-    ));
+    let promoted = run(&elsewhere, &format!("promote {url} replica --json"));
     assert!(number(&promoted, "lsn") >= pushed, "{promoted} {pushed}");
     // The old host's push ends when it has something to send.
     write_until("the old push's end", &mut || {
@@ -341,16 +336,11 @@ fn a_replica_follows_is_read_and_takes_over() {
     );
     push.kill();
     daemon.kill();
-    let daemon = Daemon::start(&elsewhere, "--disk path=replica/disk.img,socket=nbd.sock");
-    let mut client = RawClient::extended(&elsewhere.join("nbd.sock"));
-    client.write(1, 0, &[7; BLOCK]);
-    client.flush(2);
-    drop(client);
-    daemon.stop();
-    let pushed = done(&mut archive(
+    write_once(&elsewhere, "replica/disk.img", 7);
+    let pushed = run(
         &elsewhere,
         &format!("push replica/disk.img.wal {url} --json"),
-    ));
+    );
     assert_eq!(number(&pushed, "lsn"), number(&promoted, "lsn") + 1);
     let (_, errors) = refused(&elsewhere, &format!("follow {url} replica"));
     assert!(errors.contains("the directory is not empty"), "{errors}");
@@ -371,13 +361,8 @@ fn a_daemon_archives_its_log() {
     let url = store.url("bucket/one");
     let (_place, home, elsewhere) = two_hosts();
     create(&home, "disk.img", "1M --retain 1h");
-    let spec = format!("path=disk.img,socket=nbd.sock,archive={url},archive-interval=50ms");
-    let start = || {
-        let mut command = serve_nbd(Command::new(program()), &spec);
-        let daemon = Daemon::start_as(&home, &mut command, 1);
-        let client = RawClient::extended(&home.join("nbd.sock"));
-        (daemon, client)
-    };
+    let options = format!(",archive={url},archive-interval=50ms");
+    let start = || serve(&home, &options);
     let in_archive = || {
         let verified = output(&mut archive(&elsewhere, &format!("verify {url} --json")));
         verified
@@ -387,27 +372,18 @@ fn a_daemon_archives_its_log() {
     };
     let mut written = 0_u64;
     let (daemon, mut client) = start();
-    for _ in 0..100 {
-        write_next(&mut client, &mut written);
-    }
+    write_next(&mut client, &mut written);
     wait_until("the archive", || {
         let told = archive_of(&home);
         told["restorable"] == true && told["lsn"] == written
     });
     let told = archive_of(&home);
-    assert_eq!(
-        (&told["running"], &told["error"]),
-        (&true.into(), &serde_json::Value::Null)
-    );
-    assert!(told["lag_us"].as_u64() < Some(60_000_000), "{told}");
+    assert!(told["running"] == true && told["error"].is_null(), "{told}");
+    assert!(told["lag_us"].is_u64(), "{told}");
     // One that can't have the disk leaves the archive to this one.
+    let spec = format!("path=disk.img,socket=other.sock{options}");
     let mut second = foreign(&home, program());
-    second.args([
-        "serve",
-        "nbd",
-        "--disk",
-        &spec.replace("nbd.sock", "other.sock"),
-    ]);
+    second.args(["serve", "nbd", "--disk", &spec]);
     with_keys(&mut second);
     let locked = output(&mut second);
     assert!(
@@ -423,13 +399,13 @@ fn a_daemon_archives_its_log() {
         shown.contains(&format!("archive: {url} has everything up to ")),
         "{shown}"
     );
-    (0..100).for_each(|_| write_next(&mut client, &mut written));
+    (0..20).for_each(|_| write_next(&mut client, &mut written));
     drop(client);
     daemon.stop();
     assert_eq!(in_archive(), Some(written));
 
     let (daemon, mut client) = start();
-    (0..100).for_each(|_| write_next(&mut client, &mut written));
+    (0..20).for_each(|_| write_next(&mut client, &mut written));
     daemon.kill();
     wait_until("the push of a killed daemon", || {
         in_archive() == Some(written)
@@ -439,7 +415,7 @@ fn a_daemon_archives_its_log() {
     write_next(&mut client, &mut written);
     wait_until("another push", || archive_of(&home)["lsn"] == written);
     store.fail_one_in(1);
-    (0..100).for_each(|_| write_next(&mut client, &mut written));
+    (0..20).for_each(|_| write_next(&mut client, &mut written));
     wait_until("an error of the store", || {
         archive_of(&home)["error"].is_string()
     });
@@ -448,7 +424,7 @@ fn a_daemon_archives_its_log() {
         archive_of(&home)["lsn"] == written
     });
     // Another process takes the archive over, and the daemon's push ends.
-    done(&mut archive(&home, &format!("push disk.img.wal {url}")));
+    run(&home, &format!("push disk.img.wal {url}"));
     wait_until("the end of the daemon's push", || {
         write_next(&mut client, &mut written);
         archive_of(&home)["running"] == false
@@ -465,12 +441,8 @@ fn a_daemon_archives_its_log() {
 /// A daemon whose FLUSHes wait for the archive, and a client.
 fn start_synchronous(home: &Path, url: &str) -> (Daemon, RawClient) {
     // Only a FLUSH makes the push send something.
-    let options = format!("archive={url},archive-interval=1h,archive-sync=on");
-    let spec = format!("path=disk.img,socket=nbd.sock,{options}");
-    let mut command = serve_nbd(Command::new(program()), &spec);
-    let daemon = Daemon::start_as(home, &mut command, 1);
-    let client = RawClient::extended(&home.join("nbd.sock"));
-    (daemon, client)
+    let options = format!(",archive={url},archive-interval=1h,archive-sync=on");
+    serve(home, &options)
 }
 
 /// Kills a daemon and its push at once, which would end by itself soon after the daemon.
@@ -536,11 +508,10 @@ fn with_archive_sync_every_flush_is_in_the_archive_when_the_host_is_gone() {
     let (_place, home, elsewhere) = two_hosts();
     create(&home, "disk.img", "1M");
     let (mut written, mut random) = (0, Random(3));
-    for round in 0..6 {
-        if round == 3 {
+    for round in 0..3 {
+        if round == 2 {
             // What is written without the archive is a hole in it.
-            let daemon = Daemon::start(&home, "--disk path=disk.img,socket=nbd.sock");
-            let mut client = RawClient::extended(&home.join("nbd.sock"));
+            let (daemon, mut client) = serve(&home, "");
             (0..5).for_each(|_| write_next(&mut client, &mut written));
             drop(client);
             daemon.stop();
@@ -554,17 +525,14 @@ fn with_archive_sync_every_flush_is_in_the_archive_when_the_host_is_gone() {
         assert_eq!(told["waiting_requests"], 0);
         // Also after the archive began anew.
         assert_eq!(told["restorable"], true);
-        store.fail_one_in(if round % 2 == 0 { 0 } else { 5 });
-        for _ in 0..random.below(60) {
+        store.fail_one_in(if round == 1 { 5 } else { 0 });
+        for _ in 0..random.below(20) {
             write_next(&mut client, &mut written);
         }
         kill_with_push(daemon);
         store.fail_one_in(0);
         let restored = format!("restored-{round}");
-        done(&mut archive(
-            &elsewhere,
-            &format!("restore {url} {restored}"),
-        ));
+        run(&elsewhere, &format!("restore {url} {restored}"));
         let image = format!("{restored}/disk.img");
         succeed(&elsewhere, &format!("disk export {image} look.raw --force"));
         assert_eq!(
@@ -574,7 +542,8 @@ fn with_archive_sync_every_flush_is_in_the_archive_when_the_host_is_gone() {
     }
 }
 
-/// Whoever takes the archive over has every FLUSH that was answered, and no later one succeeds.
+/// A FLUSH waits for as long as the store is away. Whoever takes the archive over has every FLUSH
+/// that was answered, and no later one succeeds.
 #[test]
 fn with_archive_sync_no_flush_succeeds_once_a_replica_was_promoted() {
     static FOLLOWED: AtomicU64 = AtomicU64::new(0);
@@ -585,13 +554,22 @@ fn with_archive_sync_no_flush_succeeds_once_a_replica_was_promoted() {
     let (daemon, mut client) = start_synchronous(&home, &url);
     let mut written = 0;
     write_next(&mut client, &mut written);
+    store.fail_one_in(1);
+    client.write(7, 2 * BLOCKS * BLOCK as u64, &[0; BLOCK]);
+    client.request(0, FLUSH, 8, 0, 0);
+    wait_until("a FLUSH that waits, and an error of the store", || {
+        let told = archive_of(&home);
+        told["waiting_requests"] == 1 && told["error"].is_string()
+    });
+    store.fail_one_in(0);
+    assert_eq!(client.reply().kind, 0);
     let follow = Follower::run(&elsewhere, &["follow", &url, "replica"], &FOLLOWED);
     wait_until("the replica", || {
         write_next(&mut client, &mut written);
         FOLLOWED.load(Ordering::SeqCst) > 0
     });
     follow.kill();
-    let promote = || done(&mut archive(&elsewhere, &format!("promote {url} replica")));
+    let promote = || run(&elsewhere, &format!("promote {url} replica"));
     let promoted = std::thread::scope(|scope| {
         let promoted = scope.spawn(promote);
         while try_next(&mut client, &mut written) {}
@@ -613,31 +591,6 @@ fn with_archive_sync_no_flush_succeeds_once_a_replica_was_promoted() {
     );
 }
 
-/// A FLUSH waits for as long as the store is away, and the daemon ends all the same.
-#[test]
-fn with_archive_sync_a_flush_waits_for_the_store() {
-    let store = S3::start("bucket");
-    let (_place, home, _) = two_hosts();
-    create(&home, "disk.img", "1M --retain 1h");
-    let (daemon, mut client) = start_synchronous(&home, &store.url("bucket/one"));
-    let mut written = 0;
-    write_next(&mut client, &mut written);
-    for back in [true, false] {
-        store.fail_one_in(1);
-        client.write(7, 0, &[7; BLOCK]);
-        client.request(0, FLUSH, 8, 0, 0);
-        wait_until("an error of the store", || {
-            let told = archive_of(&home);
-            told["waiting_requests"] == 1 && told["error"].is_string()
-        });
-        if back {
-            store.fail_one_in(0);
-            assert_eq!(client.reply().kind, 0);
-        }
-    }
-    daemon.stop();
-}
-
 /// The store is away while a client writes: its writes wait once the archive lacks its limit, and
 /// go on when it is back. The archive has no hole. A daemon with writes that wait ends all the same.
 #[test]
@@ -646,15 +599,12 @@ fn with_archive_limit_writes_wait_and_the_archive_gets_no_hole() {
     let url = store.url("bucket/one");
     let (_place, home, elsewhere) = two_hosts();
     create(&home, "disk.img", "1M");
-    let spec = |retain| {
-        let archive = format!("archive={url},archive-interval=50ms,archive-limit=1M");
-        format!("path=disk.img,socket=nbd.sock,{archive},retain={retain}")
-    };
-    let serve = |retain| serve_nbd(foreign(&home, program()), &spec(retain));
-    let refused = text(&output(&mut serve("off")).stderr);
+    let options = format!(",archive={url},archive-interval=50ms,archive-limit=1M,retain=");
+    let spec = format!("path=disk.img,socket=nbd.sock{options}off");
+    let refused = output(&mut serve_nbd(foreign(&home, program()), &spec));
+    let refused = text(&refused.stderr);
     assert!(refused.contains("set retain=1h, for example"), "{refused}");
-    let daemon = Daemon::start_as(&home, &mut serve("1h"), 1);
-    let mut client = RawClient::extended(&home.join("nbd.sock"));
+    let (daemon, mut client) = serve(&home, &format!("{options}1h"));
     let mut written = 0_u64;
     write_next(&mut client, &mut written);
     wait_until("the archive", || {
@@ -687,10 +637,7 @@ fn with_archive_limit_writes_wait_and_the_archive_gets_no_hole() {
         (&told["writes_wait"], &told["lag_bytes"]),
         (&false.into(), &0.into())
     );
-    done(&mut archive(
-        &elsewhere,
-        &format!("restore {url} back --at lsn:5"),
-    ));
+    run(&elsewhere, &format!("restore {url} back --at lsn:5"));
     succeed(&elsewhere, "disk export back/disk.img back.raw");
     let found = numbers(&elsewhere.join("back.raw"));
     assert_eq!(found[..7], [0, 1, 2, 3, 4, 5, 0]);
@@ -711,38 +658,6 @@ fn with_archive_limit_writes_wait_and_the_archive_gets_no_hole() {
         "{errors}"
     );
     assert!(writer.join().unwrap());
-}
-
-#[test]
-fn a_second_uploader_ends_the_first_one_with_a_line_that_says_who_has_it() {
-    let store = S3::start("bucket");
-    let url = store.url("bucket/a");
-    let dir = tempfile::tempdir().unwrap();
-    create(dir.path(), "disk.img", "1M");
-    let mut command = archive(
-        dir.path(),
-        &format!("push disk.img.wal {url} --follow --interval 20ms"),
-    );
-    let mut first = Process::spawn(command.stdout(Stdio::piped()).stderr(Stdio::piped()));
-    wait_until("the first uploader's base", || {
-        let shown = output(&mut archive(dir.path(), &format!("status {url} --json")));
-        text(&shown.stdout).contains("\"images\"")
-    });
-    done(&mut archive(
-        dir.path(),
-        &format!("push disk.img.wal {url}"),
-    ));
-    // It checks when it has something to send.
-    let daemon = Daemon::start(dir.path(), "--disk path=disk.img,socket=nbd.sock");
-    RawClient::extended(&dir.path().join("nbd.sock")).write(1, 0, &[1; 512]);
-    daemon.stop();
-    let status = first.wait().unwrap();
-    let errors = first.errors();
-    assert_eq!(status.code(), Some(1), "{errors}");
-    assert!(
-        errors.contains("writes this archive now (epoch 2)"),
-        "{errors}"
-    );
 }
 
 #[test]
@@ -788,7 +703,7 @@ fn what_can_not_be_done_is_said_in_one_line() {
         assert_eq!(code, Some(1), "{errors}");
         assert!(errors.contains(told), "{errors}");
     }
-    let pushed = done(&mut archive(dir, &format!("push disk.img.wal {url}")));
+    let pushed = run(dir, &format!("push disk.img.wal {url}"));
     assert!(pushed.contains("has the disks as of lsn:0"), "{pushed}");
     let (_, errors) = refused(dir, &format!("restore {url} back --at cid:900"));
     assert!(
@@ -797,7 +712,7 @@ fn what_can_not_be_done_is_said_in_one_line() {
     );
     let (_, errors) = refused(dir, &format!("restore {url} ."));
     assert!(errors.contains("the directory is not empty"), "{errors}");
-    done(&mut archive(dir, &format!("restore {url} back")));
+    run(dir, &format!("restore {url} back"));
     let bytes = succeed(dir, "disk info back/disk.img --json");
     assert_eq!(number(&bytes, "size_bytes"), 1 << 20);
 }
@@ -809,47 +724,29 @@ fn what_is_too_old_expires_and_the_rest_comes_back() {
     create(dir, "disk.img", "1M");
     fs::create_dir(dir.join("archive")).unwrap();
     let url = format!("file://{}/archive", dir.display());
-    // How often the images are copied.
-    let every = Duration::from_secs(2);
-    let write_and_push = |byte: u8| {
-        let daemon = Daemon::start(dir, "--disk path=disk.img,socket=nbd.sock");
-        let mut client = RawClient::extended(&dir.join("nbd.sock"));
-        client.write(1, 0, &[byte; BLOCK]);
-        client.flush(2);
-        drop(client);
-        daemon.stop();
-        done(&mut archive(
-            dir,
-            &format!("push disk.img.wal {url} --base-every 2s"),
-        ));
-    };
-    write_and_push(1);
-    std::thread::sleep(every);
-    write_and_push(2);
-    let planned = done(&mut archive(
-        dir,
-        &format!("expire {url} --keep 1ms --grace 1ms --dry-run"),
-    ));
-    let told = "would remove copies of the images: 1, parts of the log: ";
+    let run = |words: &str| run(dir, words);
+    for byte in [1, 2] {
+        write_once(dir, "disk.img", byte);
+        // Each push copies the images.
+        run(&format!("push disk.img.wal {url} --base-every 1ms"));
+    }
+    let all = format!("expire {url} --keep 1ms --grace 1ms");
+    let planned = run(&format!("{all} --dry-run"));
+    let told = "would remove copies of the images: ";
     assert!(planned.starts_with(told), "{planned}");
-    done(&mut archive(dir, &format!("restore {url} old --at lsn:1")));
+    run(&format!("restore {url} old --at lsn:1"));
     // What is young stays.
-    let kept = done(&mut archive(dir, &format!("expire {url} --keep 1d --json")));
+    let kept = run(&format!("expire {url} --keep 1d --json"));
     assert_eq!((number(&kept, "images"), number(&kept, "parts")), (0, 0));
-    let removed = done(&mut archive(
-        dir,
-        &format!("expire {url} --keep 1ms --grace 1ms --json"),
-    ));
-    let counts = ["images", "chunks"].map(|key| number(&removed, key));
-    assert_eq!(counts, [1, 1], "{removed}");
+    let removed = run(&format!("{all} --json"));
+    assert!(number(&removed, "images") > 0, "{removed}");
+    assert_eq!(number(&removed, "chunks"), 1, "{removed}");
     let (_, errors) = refused(dir, &format!("restore {url} older --at lsn:1"));
     assert!(errors.contains("it reaches from lsn:2"), "{errors}");
-    // The push goes on in the same archive, with the images that are there.
-    write_and_push(3);
-    done(&mut archive(dir, &format!("verify {url}")));
-    done(&mut archive(dir, &format!("restore {url} back")));
+    run(&format!("verify {url}"));
+    run(&format!("restore {url} back"));
     succeed(dir, "disk export back/disk.img back.raw");
-    assert_eq!(fs::read(dir.join("back.raw")).unwrap()[0], 3);
+    assert_eq!(fs::read(dir.join("back.raw")).unwrap()[0], 2);
 }
 
 /// Keys are never shown, and a store that is away is named.
