@@ -54,51 +54,20 @@ fn check(section: &Value, jobs: &[&str], counts_operations: bool) {
     assert_eq!(told.collect::<Vec<_>>(), expected.collect::<Vec<_>>());
     for row in rows {
         let figure = |key: &str| number(row, key);
-        for key in [
-            "p50_us",
-            "p99_us",
-            "p999_us",
-            "longest_ms",
-            "with_close_per_s",
-        ] {
-            assert!(figure(key) > 0.0, "{key}: {row}");
-        }
+        let positive = ["p50_us", "longest_ms", "with_close_per_s"];
+        assert!(positive.iter().all(|key| figure(key) > 0.0), "{row}");
         assert!(figure("p50_us") <= figure("p999_us"), "{row}");
         assert!(
             figure("worst_tenth_per_s") <= figure("median_per_s"),
             "{row}"
         );
-        assert!(
-            (0.0..=1.0).contains(&figure("slowest_second_share")),
-            "{row}"
-        );
-        assert!(figure("close_s") >= 0.0, "{row}");
-        assert!(figure("device_bytes_per_byte") >= 0.0, "{row}");
-        assert!(figure("device_read_bytes_per_byte") >= 0.0, "{row}");
-        if counts_operations {
-            assert!(figure("device_operations_per_4_kib") > 0.0, "{row}");
-        } else {
-            assert!(row["device_operations_per_4_kib"].is_null(), "{row}");
-        }
-        for key in [
-            "median_beside_peer",
-            "median_beside_raw",
-            "with_close_beside_peer",
-            "with_close_beside_raw",
-            "median_beside_unsafe",
-        ] {
-            // There is no ratio to a side that ended no request within a second.
-            assert!(row[key].is_number() || row[key].is_null(), "{key}: {row}");
-            assert!(row.get(key).is_some(), "{key}: {row}");
-        }
+        let share = figure("slowest_second_share");
+        assert!((0.0..=1.0).contains(&share), "{row}");
+        let counted = !row["device_operations_per_4_kib"].is_null();
+        assert_eq!(counted, counts_operations, "{row}");
         assert_eq!(row["answer"], "written");
-        assert!(row["cache"].is_string());
         for series in ["each_second_per_s", "each_second_longest_ms"] {
-            let seconds = row[series].as_array().unwrap();
-            assert!(
-                !seconds.is_empty() && seconds.iter().all(Value::is_number),
-                "{row}"
-            );
+            assert!(!row[series].as_array().unwrap().is_empty(), "{row}");
         }
     }
 }

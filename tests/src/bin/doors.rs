@@ -23,25 +23,26 @@ use walvisor_testkit::vhost_user_client::VhostUserClient;
 const BLOCK: usize = 4096;
 /// Blocks that are written on each disk.
 const BLOCKS: usize = 64;
-/// An answer that takes longer does not come: the daemon is gone.
-const PATIENCE: Duration = Duration::from_secs(30);
+/// An answer that takes longer does not come.
+const PATIENCE: Duration = Duration::from_secs(120);
+/// The same for a disk whose daemon is going to be killed, of which the client hears nothing. A
+/// daemon that is only slow ends its load too early, which loses nothing.
+const UNTIL_KILL: Duration = Duration::from_secs(5);
 
 /// A block, aligned as O_DIRECT wants it.
 #[repr(align(4096))]
 struct Page([u8; BLOCK]);
 
 enum Disk {
-    VhostUser(Box<VhostUserClient>),
+    VhostUser(Box<VhostUserClient>, Duration),
     Device(File),
 }
 
 impl Disk {
-    fn open(path: &str) -> io::Result<Self> {
+    fn open(path: &str, patience: Duration) -> io::Result<Self> {
         if fs::metadata(path)?.file_type().is_socket() {
-            return Ok(Self::VhostUser(Box::new(VhostUserClient::try_connect(
-                Path::new(path),
-                1,
-            )?)));
+            let client = VhostUserClient::try_connect(Path::new(path), 1)?;
+            return Ok(Self::VhostUser(Box::new(client), patience));
         }
         let mut options = OpenOptions::new();
         options.read(true).write(true).custom_flags(libc::O_DIRECT);
@@ -51,9 +52,9 @@ impl Disk {
     fn write(&mut self, block: usize, value: u8) -> io::Result<()> {
         let (at, page) = ((block * BLOCK) as u64, Page([value; BLOCK]));
         match self {
-            Self::VhostUser(client) => {
+            Self::VhostUser(client, patience) => {
                 client.write(0, 0, at, &page.0);
-                end(client)
+                client.end(0, *patience)
             }
             Self::Device(file) => file.write_all_at(&page.0, at),
         }
@@ -61,9 +62,9 @@ impl Disk {
 
     fn flush(&mut self) -> io::Result<()> {
         match self {
-            Self::VhostUser(client) => {
+            Self::VhostUser(client, patience) => {
                 client.flush(0, 0);
-                end(client)
+                client.end(0, *patience)
             }
             Self::Device(file) => file.sync_data(),
         }
@@ -72,27 +73,15 @@ impl Disk {
     fn read(&mut self, block: usize) -> io::Result<Vec<u8>> {
         let (at, mut page) = ((block * BLOCK) as u64, Page([0; BLOCK]));
         match self {
-            Self::VhostUser(client) => {
+            Self::VhostUser(client, patience) => {
                 client.read(0, 0, at, BLOCK);
-                end(client)?;
+                client.end(0, *patience)?;
                 Ok(client.data(0, BLOCK))
             }
             Self::Device(file) => {
                 file.read_exact_at(&mut page.0, at)?;
                 Ok(page.0.to_vec())
             }
-        }
-    }
-}
-
-/// Rings the doorbell, and waits for the only request.
-fn end(client: &mut VhostUserClient) -> io::Result<()> {
-    client.kick(0);
-    loop {
-        match client.ended(0)[..] {
-            [] => client.wait(PATIENCE)?,
-            [(_, 0)] => return Ok(()),
-            [(_, status), ..] => return Err(io::Error::other(format!("status {status}"))),
         }
     }
 }
@@ -121,7 +110,7 @@ fn check(name: &str, disk: &mut Disk, allowed: &Allowed) -> io::Result<Allowed> 
 
 /// Writes to a disk: `writes` times, or until it fails. Returns what it may hold.
 fn load(path: &str, allowed: &Allowed, writes: Option<usize>) -> io::Result<(Allowed, usize)> {
-    let mut disk = Disk::open(path)?;
+    let mut disk = Disk::open(path, writes.map_or(UNTIL_KILL, |_| PATIENCE))?;
     let mut allowed = check(path, &mut disk, allowed)?;
     // What was read may not be durable yet.
     disk.flush()?;
@@ -161,7 +150,7 @@ fn run(arguments: &[String]) -> io::Result<()> {
     match job.as_str() {
         "check" => {
             for (path, allowed) in disks.iter().zip(&known) {
-                check(path, &mut Disk::open(path)?, allowed)?;
+                check(path, &mut Disk::open(path, PATIENCE)?, allowed)?;
             }
             Ok(())
         }

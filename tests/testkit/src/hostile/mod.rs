@@ -23,7 +23,7 @@ use std::time::{Duration, Instant};
 use rustix::event::{PollFd, PollFlags, poll};
 
 /// How long a request of the victim may take: then it has lost its server.
-const LONGEST_WAIT: Duration = Duration::from_secs(20);
+const LONGEST_WAIT: Duration = Duration::from_secs(60);
 /// What a commit writes.
 pub const COMMIT_BYTES: usize = 4096;
 
