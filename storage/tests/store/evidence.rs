@@ -12,9 +12,7 @@ use walvisor_storage::{
     resize_log, rewind_disk,
 };
 
-use crate::support::{
-    MIB, TestDisk, all, commit, copy_image, mark, port, put, read, refused, wait, write,
-};
+use crate::support::{MIB, TestDisk, all, commit, port, put, read, refused, wait, write};
 
 const SEGMENT: u64 = 64 << 10;
 /// The record of disk `a` that rots. Its sectors then have the byte 2, and had 1 before.
@@ -118,19 +116,6 @@ fn named(place: &TestDisk) -> Vec<u64> {
         .collect()
 }
 
-/// A copy with everything in it, spill files included.
-fn copied(place: &TestDisk) -> TestDisk {
-    let copy = TestDisk::within(None, &["a", "b"], options());
-    std::fs::create_dir(copy.log()).unwrap();
-    for file in place.files("").into_iter().chain(place.disks()) {
-        copy_image(
-            &file,
-            &copy.top.join(file.strip_prefix(&place.top).unwrap()),
-        );
-    }
-    copy
-}
-
 /// Opens the log, does something, and is killed: the files of that moment take the place of these.
 fn killed_with(
     place: &mut TestDisk,
@@ -143,25 +128,7 @@ fn killed_with(
     };
     let mut store = place.try_open(&options)?;
     let done = work(&mut store);
-    // Threads may be writing the control file or a mark: what mixes two moments is no kill.
-    let state = |place: &TestDisk| {
-        let control = std::fs::read(place.log().join("control")).unwrap();
-        (
-            control,
-            place
-                .disks()
-                .iter()
-                .map(|disk| mark(disk))
-                .collect::<Vec<_>>(),
-        )
-    };
-    let killed = loop {
-        let before = state(place);
-        let copy = copied(place);
-        if state(place) == before && state(&copy) == before {
-            break copy;
-        }
-    };
+    let killed = place.crash();
     // Closing copies what it can.
     let _ = store.close();
     *place = killed;
@@ -324,7 +291,7 @@ fn no_command_takes_the_proof_of_damage_away() {
         let damaged = damaged(proof);
         assert_eq!(named(&damaged), [DAMAGED], "{proof:?}");
         for (name, expected, command) in COMMANDS {
-            let mut place = copied(&damaged);
+            let mut place = damaged.crash();
             let done = command(&mut place);
             if let Err(error) = &done {
                 assert_eq!(

@@ -15,7 +15,7 @@ use walvisor_storage::{
 };
 
 pub use walvisor_testkit::queue::{fill, flush, read, run, wait, wait_all, write};
-pub use walvisor_testkit::{MemoryFs, Random, copy_image, copy_log, mark, wait_until};
+pub use walvisor_testkit::{MemoryFs, Random, copy_image, mark, wait_until};
 
 pub const MIB: u64 = 1 << 20;
 pub const SIZE: u64 = 8 * MIB;
@@ -71,14 +71,6 @@ impl TestDisk {
             _fs: fs,
             _dir: dir,
         }
-    }
-
-    pub fn empty_in(parent: &Path) -> Self {
-        let mut place = Self::empty();
-        place._dir = tempfile::tempdir_in(parent).unwrap();
-        place.top = place._dir.path().to_owned();
-        place.disk = place.at("disk.img");
-        place
     }
 
     /// Makes its disks.
@@ -275,34 +267,37 @@ pub fn only(test: &str) -> Command {
     command
 }
 
-/// Copies a log, and images to other paths, as a process killed now would leave them. If a
-/// checkpoint writes the control file or a mark meanwhile, the copy is repeated, since it would mix
-/// two moments.
+/// Copies a log, with its saved files and spill files, and images to other paths, as a process
+/// killed now would leave them. If a checkpoint writes the control file or a mark meanwhile, or
+/// removes a file, the copy is repeated, since it would mix two moments.
 pub fn copy_killed(from: &Path, to: &Path, images: &[(PathBuf, PathBuf)]) {
     std::fs::create_dir(to).unwrap();
     let state = || {
         let marks: Vec<_> = images.iter().map(|(image, _)| mark(image)).collect();
         (std::fs::read(from.join("control")).unwrap(), marks)
     };
+    let copy = || {
+        for entry in std::fs::read_dir(from)? {
+            let name = entry?.file_name();
+            if !name.to_str().unwrap().ends_with(".new") {
+                std::fs::copy(from.join(&name), to.join(&name))?;
+            }
+        }
+        std::io::Result::Ok(())
+    };
     loop {
         let before = state();
         for entry in std::fs::read_dir(to).unwrap() {
             std::fs::remove_file(entry.unwrap().path()).unwrap();
         }
-        copy_log(from, to);
+        let copied = copy();
         for (image, copy) in images {
             copy_image(image, copy);
         }
-        if state() == before {
+        if copied.is_ok() && state() == before {
             return;
         }
     }
-}
-
-/// What a disk was at a point, restored to a new image `new`, which is removed again.
-pub fn restored(disk: &Path, log: &Path, at: Point, new: &Path) -> Result<Vec<u8>> {
-    restore_disk(disk, log, at, new, None, &mut |_, _| {})?;
-    Ok(taken(new))
 }
 
 /// A random modification, which is also made to the bytes of the disk.
