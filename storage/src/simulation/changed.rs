@@ -1,7 +1,7 @@
 //! What has changed since a snapshot of a disk in use, beside copies in any order.
 
 use super::bench::{Bench, SECTORS};
-use crate::mutant::{Mutant, PLANTED};
+use super::killers;
 use crate::{Retention, Tracked};
 
 /// Whether each sector that has changed since a snapshot is reported as changed.
@@ -48,8 +48,6 @@ fn everything_that_has_changed_is_reported() {
 
 #[test]
 fn a_discard_missing_from_the_changes_is_noticed() {
-    PLANTED.set(Some(Mutant::ChangesMissDiscard));
-    let killed = (1..100).any(|seed| !changes_are_told(seed));
-    PLANTED.set(None);
-    assert!(killed);
+    killers::CHANGES
+        .assert_all(|seed| (!changes_are_told(seed)).then(|| "a change is missing".to_owned()));
 }

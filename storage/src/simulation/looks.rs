@@ -1,4 +1,5 @@
-//! Looks at a disk in use, beside changes, folds and checkpoints in any order.
+//! Snapshots that are made and deleted beside copies. Looks at a disk in use, beside changes and
+//! copies in any order, are a part of the random histories.
 
 use super::bench::{Bench, SECTORS};
 use super::oracle::value_of;
@@ -6,7 +7,6 @@ use crate::catalog::snapshot::Snapshot;
 use crate::history::look::Look;
 use crate::log::orders::{KeeperOrder, KeeperTask};
 use crate::log::pin::PinUser;
-use crate::mutant::{Mutant, PLANTED};
 use crate::offline::view::DataPlace;
 use crate::sync::atomic::Ordering;
 use crate::sync::mpsc;
@@ -36,56 +36,6 @@ pub(super) fn values_of(look: &Look, sectors: u64) -> Vec<u32> {
     bytes.chunks(SECTOR_SIZE as usize).map(value_of).collect()
 }
 
-/// Whether looks at some points show these, whatever follows.
-fn looks(bench: &mut Bench) -> bool {
-    // First copy whatever may be copied, so that the log has room for what follows.
-    bench.running.keeper.step(false).unwrap();
-    let mut points = vec![(bench.running.appended(), bench.values.clone())];
-    let mut open = Vec::new();
-    for _ in 0..8 {
-        match bench.below(4) {
-            0 if points.len() < 4 => {
-                bench.changes();
-                bench.changes();
-                points.push((bench.running.appended(), bench.values.clone()));
-            }
-            // Refused while a look needs the log.
-            1 if !open.is_empty() => drop(bench.running.keeper.step(true)),
-            2 => {
-                bench.running.disks[0].log.lock().keeper.checkpoint = true;
-                bench.running.keeper.step(false).unwrap();
-            }
-            _ => {
-                let at = bench.below(points.len() as u64) as usize;
-                let disk = bench.running.disks[0].clone();
-                let held = bench
-                    .running
-                    .keeper
-                    .hold(&disk.state, PinUser::Look)
-                    .unwrap();
-                let point = Point::Lsn(points[at].0);
-                let applied = disk.log.lock().pipeline.applied();
-                match Look::pinned(&disk.log, &disk.state, point, held, None) {
-                    Ok(look) => open.push((at, look)),
-                    Err(error) => assert!(points[at].0 < applied, "{error}"),
-                }
-            }
-        }
-        let shown = |(at, look): &(usize, Look)| values(look) == points[*at].1;
-        if !open.iter().all(shown) {
-            return false;
-        }
-        if bench.below(6) == 0 {
-            open.clear();
-        }
-    }
-    let log = &bench.running.disks[0].log;
-    drop(open);
-    let state = log.lock();
-    assert!(state.keeper.pins.is_empty() && state.keeper.pinned().is_none());
-    true
-}
-
 /// A bench whose log has room for what happens while looks are open: also in memory.
 fn roomy(seed: u64, kept: Retention) -> Option<Bench> {
     let bench = Bench::keeping(seed, kept);
@@ -93,27 +43,11 @@ fn roomy(seed: u64, kept: Retention) -> Option<Bench> {
     roomy.then_some(bench)
 }
 
-/// Enough to go around the log.
-const ROUNDS: usize = 16;
 const KEPT: [Retention; 3] = [
     Retention::Nothing,
     Retention::All,
     Retention::Bytes(64 << 10),
 ];
-
-#[test]
-fn a_look_is_the_disk_at_one_moment_whatever_is_copied() {
-    for seed in 1..30 {
-        for kept in KEPT {
-            let Some(mut bench) = roomy(seed, kept) else {
-                continue;
-            };
-            for round in 0..ROUNDS {
-                assert!(looks(&mut bench), "seed {seed}, {kept:?}, round {round}");
-            }
-        }
-    }
-}
 
 /// A bench with a snapshot of this name that its base image has moved past, and what the snapshot
 /// shows.
@@ -135,7 +69,13 @@ fn values_at(bench: &mut Bench, name: SnapshotName) -> Vec<u32> {
         .keeper
         .hold(&disk.state, PinUser::Look)
         .unwrap();
-    values(&Look::pinned(&disk.log, &disk.state, Point::Snapshot(name), held, None).unwrap())
+    let at = Point::Snapshot(name);
+    let look = Look::pinned(&disk.log, &disk.state, at, held, None).unwrap();
+    let shown = values(&look);
+    drop(look);
+    let pins = &disk.log.lock().keeper.pins;
+    assert!(pins.is_empty(), "a look that has ended pins nothing");
+    shown
 }
 
 /// While a copy saves for the newest snapshot, that is deleted. The older one then needs the same
@@ -238,21 +178,4 @@ fn a_snapshot_copies_nothing() {
         }
     }
     assert!(few > 10, "{few}");
-}
-
-#[test]
-fn a_copy_under_a_look_is_noticed() {
-    for mutant in [
-        Mutant::LookUnpinned,
-        Mutant::FoldPassesPin,
-        Mutant::PointReadsNewer,
-    ] {
-        PLANTED.set(Some(mutant));
-        let killed = (1..100).any(|seed| {
-            let bench = roomy(seed, KEPT[seed as usize % KEPT.len()]);
-            bench.is_some_and(|mut bench| (0..ROUNDS).any(|_| !looks(&mut bench)))
-        });
-        PLANTED.set(None);
-        assert!(killed, "{mutant:?}");
-    }
 }

@@ -1,8 +1,12 @@
 //! Images that fail for a while, beside one that works: the other disk does not notice, and nothing
 //! is lost.
 
+use walvisor_testkit::Seeds;
+
 use super::fixture::{Fixture, RunningStore, Shape, carry_out as end, filled};
 use super::medium::{LOG, World};
+use super::oracle::Violation;
+use super::{Total, killers, run_all};
 use crate::mutant::{Mutant, PLANTED};
 use crate::sync::stepped::SteppedClock;
 use crate::{
@@ -292,10 +296,29 @@ fn a_sync_that_fails_and_then_a_read_leave_a_log_that_opens() {
     assert!(!matches!(noticed, Ok(Ok(()))), "a fault");
 }
 
+/// Counters of random runs.
+#[derive(Debug, Default)]
+struct Totals {
+    /// Steps that ended with a spill file.
+    spilled: u64,
+    /// Power cuts.
+    cuts: u64,
+}
+
+impl Total for Totals {
+    fn add(&mut self, other: &Self) {
+        self.spilled += other.spilled;
+        self.cuts += other.cuts;
+    }
+}
+
 /// Images fail and recover at any time, and power is cut at any time: what a disk was when its last
 /// FLUSH ended is there, whether or not the log keeps history.
-fn random_run(seed: u64, retain: Retention) -> Result<(u32, u32), String> {
-    let (mut spilled, mut cuts) = (0, 0);
+fn random_run(seed: u64, retain: Retention) -> Result<Totals, Violation> {
+    let Totals {
+        mut spilled,
+        mut cuts,
+    } = Totals::default();
     let mut random = walvisor_testkit::Random(seed);
     let (mut fixture, running) = open(seed, FEW_SECTORS);
     drop(running);
@@ -405,7 +428,7 @@ fn random_run(seed: u64, retain: Retention) -> Result<(u32, u32), String> {
             .disks
             .iter()
             .filter(|disk| disk.state.base.is_spilled())
-            .count() as u32;
+            .count() as u64;
         let planted = fixture.medium.lock().fail_read.take();
         let found = running
             .read()
@@ -431,7 +454,7 @@ fn random_run(seed: u64, retain: Retention) -> Result<(u32, u32), String> {
     if fixture.bases() != model || spills(&fixture) > 0 {
         return Err("the images are not the disks in the end".to_owned());
     }
-    Ok((spilled, cuts))
+    Ok(Totals { spilled, cuts })
 }
 
 fn reopened(fixture: &Fixture) -> Result<RunningStore, String> {
@@ -441,31 +464,21 @@ fn reopened(fixture: &Fixture) -> Result<RunningStore, String> {
 
 #[test]
 fn nothing_that_was_flushed_is_lost_however_images_fail() {
+    let name = "nothing_that_was_flushed_is_lost_however_images_fail";
+    let seeds = Seeds::of(name, "WALVISOR_HISTORIES", 40, 60);
     for retain in [Retention::Nothing, Retention::All] {
-        let (mut spilled, mut cuts) = (0, 0);
-        for seed in super::seeds("WALVISOR_HISTORIES", 100) {
-            let run = random_run(seed, retain);
-            let (more, cut) = run.unwrap_or_else(|wrong| panic!("seed {seed}: {wrong}"));
-            (spilled, cuts) = (spilled + more, cuts + cut);
-        }
-        println!("{retain:?}: {spilled} steps with a spill file, {cuts} power cuts");
-        assert!(spilled > 10 && cuts > 10, "{spilled}, {cuts}");
+        let total = run_all(&seeds, |seed| random_run(seed, retain));
+        assert!(
+            seeds.fixed.end - seeds.fixed.start < 40 || total.spilled > 10 && total.cuts > 10,
+            "{retain:?}: {total:?}"
+        );
     }
 }
 
 #[test]
 fn planted_faults_of_spill_files_are_noticed() {
-    for mutant in [
-        Mutant::SpillUncommitted,
-        Mutant::SpillUnsure,
-        Mutant::CopyBackUnsynced,
-    ] {
-        let noticed = |seed| {
-            PLANTED.set(Some(mutant));
-            let run = std::panic::catch_unwind(|| random_run(seed, Retention::Nothing));
-            PLANTED.set(None);
-            !matches!(run, Ok(Ok(_)))
-        };
-        assert!((1..5000).any(noticed), "{mutant:?}");
-    }
+    killers::SPILLS.assert_all(|seed| {
+        let run = std::panic::catch_unwind(|| random_run(seed, Retention::Nothing));
+        run.unwrap_or_else(|_| Err("a panic".to_owned())).err()
+    });
 }

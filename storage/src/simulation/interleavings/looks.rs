@@ -1,16 +1,15 @@
 //! Looks at a disk in use beside folds: threads that open looks, read them and end them, while the
 //! keeper folds segments and writers use them again.
 
-use walvisor_testkit::Random;
+use walvisor_testkit::{Random, Seeds};
 
 use super::super::fixture::{Fixture, Shape, filled};
 use super::super::medium::World;
 use super::super::oracle::{Violation, value_of};
-use super::super::{Total, on_all_cores, seeds};
+use super::super::{Total, killers, run_all};
 use super::{ScheduleChoice, explore};
 use crate::disk::handle::Disk;
 use crate::history::look::Look;
-use crate::mutant::{Mutant, PLANTED};
 use crate::offline::view::DataPlace;
 use crate::sync::atomic::{AtomicU64, Ordering};
 use crate::sync::{Arc, thread};
@@ -183,34 +182,27 @@ fn run(seed: u64) -> Result<Totals, Violation> {
 
 #[test]
 fn looks_beside_folds_are_the_disk_at_one_moment() {
-    let seeds = seeds("WALVISOR_INTERLEAVINGS", 500);
-    for choice in [ScheduleChoice::Random, ScheduleChoice::FewSwitches] {
-        let all: Totals = on_all_cores(&seeds, |seed| {
-            explore(choice, seed, run).unwrap_or_else(|broken| {
-                panic!(
-                    "{broken}\nreplay: WALVISOR_SEED={seed} WALVISOR_INTERLEAVINGS=1 cargo test -p walvisor-storage --lib \
-                     --features shuttle looks_beside"
-                )
-            })
-        });
-        println!("{choice:?}, from seed {}: {all:?}", seeds.start);
+    let name = "looks_beside_folds_are_the_disk_at_one_moment";
+    // Runs of few switches are long: a thread that waits for another does so for long.
+    for (choice, count) in [
+        (ScheduleChoice::Random, 150),
+        (ScheduleChoice::FewSwitches, 20),
+    ] {
+        let seeds = Seeds::of(name, "WALVISOR_INTERLEAVINGS", count, count);
+        let all: Totals = run_all(&seeds, |seed| explore(choice, seed, run));
         let least = all.looks.min(all.refused * 20).min(all.folds);
-        assert!(all.runs < 400 || least > all.runs / 2, "too little tried");
+        assert!(
+            all.runs < 60 || least > all.runs / 2,
+            "{choice:?}: too little tried"
+        );
     }
 }
 
 #[test]
 fn planted_faults_of_looks_are_noticed_in_interleavings() {
-    for mutant in [
-        Mutant::LookUnpinned,
-        Mutant::FoldPassesPin,
-        Mutant::PointReadsNewer,
-    ] {
-        PLANTED.set(Some(mutant));
-        let broken = (1..2_000).find_map(|seed| explore(ScheduleChoice::Random, seed, run).err());
-        PLANTED.set(None);
-        println!("{mutant:?}: {broken:?}");
-        let noticed = broken.is_some_and(|broken| broken.contains("look"));
-        assert!(noticed, "{mutant:?}");
-    }
+    killers::INTERLEAVED_LOOKS.assert_all(|seed| {
+        let broken = explore(ScheduleChoice::Random, seed, run).err()?;
+        assert!(broken.contains("look"), "{broken}");
+        Some(broken)
+    });
 }

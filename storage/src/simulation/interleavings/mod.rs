@@ -27,14 +27,14 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 
 use shuttle::scheduler::{PctScheduler, RandomScheduler, Scheduler};
 use shuttle::{Config, FailurePersistence, MaxSteps, Runner};
+use walvisor_testkit::Seeds;
 
 use self::judge::Judge;
 use self::plan::{OWN, Plan, Step};
 use super::fixture::{Fixture, Shape};
 use super::oracle::Violation;
-use super::{Total, on_all_cores};
+use super::{Total, killers, run_all};
 use crate::log::state::Log;
-use crate::mutant::{Mutant, PLANTED};
 use crate::sync::atomic::Ordering;
 use crate::sync::{Arc, Condvar, Mutex, thread};
 use crate::{BackendQueue, CommitWait, Port, Store};
@@ -304,14 +304,27 @@ const PANICKED: &str = "panicked: ";
 /// The messages of shuttle's panics when all threads wait, or some run forever.
 const ENDLESS: [&str; 2] = ["deadlock!", "exceeded max_steps bound"];
 
+/// The stack of each thread. One that is too small ends the process without a word, and what is
+/// never touched costs no memory: four times of what `schedules_take_a_quarter_of_the_stack` has.
+const STACK: usize = 1 << 20;
+
 /// Runs one seed.
 fn explore<T: Total + Clone + 'static>(
     choice: ScheduleChoice,
     seed: u64,
     run: fn(u64) -> Result<T, Violation>,
 ) -> Result<T, Violation> {
+    explore_on(STACK, choice, seed, run)
+}
+
+fn explore_on<T: Total + Clone + 'static>(
+    stack: usize,
+    choice: ScheduleChoice,
+    seed: u64,
+    run: fn(u64) -> Result<T, Violation>,
+) -> Result<T, Violation> {
     let mut config = Config::new();
-    config.stack_size = 256 << 10;
+    config.stack_size = stack;
     config.failure_persistence = FailurePersistence::None;
     config.max_steps = MaxSteps::FailAfter(500_000);
     config.silence_warnings = true;
@@ -353,19 +366,12 @@ fn explore<T: Total + Clone + 'static>(
     }
 }
 
-fn explore_all(choice: ScheduleChoice) {
-    let seeds = super::seeds("WALVISOR_INTERLEAVINGS", 2_000);
-    let all: Totals = on_all_cores(&seeds, |seed| {
-        explore(choice, seed, run).unwrap_or_else(|broken| {
-            panic!(
-                "{broken}\n{:?}\nreplay: WALVISOR_SEED={seed} WALVISOR_INTERLEAVINGS=1 cargo test -p walvisor-storage \
-                 --lib --features shuttle interleavings",
-                Plan::new(seed)
-            )
-        })
+fn explore_all(name: &'static str, choice: ScheduleChoice) {
+    let seeds = Seeds::of(name, "WALVISOR_INTERLEAVINGS", 400, 400);
+    let all: Totals = run_all(&seeds, |seed| {
+        explore(choice, seed, run).map_err(|broken| format!("{broken}\n{:?}", Plan::new(seed)))
     });
-    println!("{choice:?}, from seed {}: {all:?}", seeds.start);
-    if all.runs >= 1000 {
+    if all.runs >= 400 {
         let tried = [
             all.flushes,
             all.failures,
@@ -389,53 +395,36 @@ fn explore_all(choice: ScheduleChoice) {
 /// runs from that seed on.
 #[test]
 fn random_schedules_keep_the_promises() {
-    explore_all(ScheduleChoice::Random);
+    explore_all("random_schedules_keep_the_promises", ScheduleChoice::Random);
 }
 
 /// The same plans with few switches.
 #[test]
 fn schedules_of_few_switches_keep_the_promises() {
-    explore_all(ScheduleChoice::FewSwitches);
+    let name = "schedules_of_few_switches_keep_the_promises";
+    explore_all(name, ScheduleChoice::FewSwitches);
+}
+
+#[test]
+fn schedules_take_a_quarter_of_the_stack() {
+    for seed in 0..50 {
+        for choice in [ScheduleChoice::Random, ScheduleChoice::FewSwitches] {
+            explore_on(STACK / 4, choice, seed, run).unwrap();
+        }
+    }
 }
 
 /// Each planted fault makes some run wait forever or break a promise.
 #[test]
 fn every_planted_fault_of_the_protocol_is_noticed_in_interleavings() {
-    let all = [
-        Mutant::AckBeforeSync,
-        Mutant::SyncLost,
-        Mutant::AnsweredUnwritten,
-        Mutant::FailedSyncRetried,
-        Mutant::WriteBackTakesError,
-        Mutant::WaiterLostOnError,
-        Mutant::BatchKept,
-        Mutant::LeaderLeavesSilently,
-        Mutant::SignalClearedLate,
-        Mutant::SegmentFreedSilently,
-    ];
-    let mut survivors = Vec::new();
-    for mutant in all {
-        PLANTED.set(Some(mutant));
-        let killed = (1..5_000).find_map(|seed| {
-            [ScheduleChoice::Random, ScheduleChoice::FewSwitches]
-                .into_iter()
-                .find_map(|choice| {
-                    let broken = explore(choice, seed, run).err()?;
-                    // Shuttle notices a thread that waits forever, and panics. No other panic
-                    // counts.
-                    let counts = !broken.starts_with(PANICKED)
-                        || ENDLESS.iter().any(|panic| broken.contains(panic));
-                    counts.then_some((choice, seed, broken))
-                })
-        });
-        PLANTED.set(None);
-        match killed {
-            Some((choice, seed, broken)) => {
-                let short: String = broken.chars().take(100).collect();
-                println!("{mutant:?}: killed by {choice:?}, seed {seed}: {short}");
-            }
-            None => survivors.push(mutant),
-        }
-    }
-    assert!(survivors.is_empty(), "survived: {survivors:?}");
+    killers::INTERLEAVINGS.assert_all(|seed| {
+        let choices = [ScheduleChoice::Random, ScheduleChoice::FewSwitches];
+        choices.into_iter().find_map(|choice| {
+            let broken = explore(choice, seed, run).err()?;
+            // Shuttle notices a thread that waits forever, and panics. No other panic counts.
+            let counts =
+                !broken.starts_with(PANICKED) || ENDLESS.iter().any(|panic| broken.contains(panic));
+            counts.then(|| format!("{choice:?}: {broken}"))
+        })
+    });
 }
