@@ -11,7 +11,7 @@ use walvisor_storage::{
     BackendQueue, Buffer, Commit, DiskOptions, Operation, Point, Retention, Store, export_disk,
     restore_disk,
 };
-use walvisor_testkit::{Random, queue};
+use walvisor_testkit::{Random, Seeds, queue};
 
 use super::faulty::FaultyStore;
 use super::{Bench, SECTORS, archive_in, bytes_of, mark, often, options, settle};
@@ -333,19 +333,12 @@ fn promote(history: &History, archive: &Archive, mut up: Uploader<'_>) {
 /// `WALVISOR_SEED=N` replays one history; `WALVISOR_ARCHIVE_HISTORIES=N` runs more or fewer.
 #[test]
 fn random_histories() {
-    let number = |name: &str| std::env::var(name).ok().and_then(|text| text.parse().ok());
-    let (first, count) = (
-        number("WALVISOR_SEED"),
-        number("WALVISOR_ARCHIVE_HISTORIES"),
-    );
-    let count: u64 = count.unwrap_or(if first.is_some() { 1 } else { 20 });
-    let first: u64 = first.unwrap_or(1);
+    let seeds = Seeds::of("random_histories", "WALVISOR_ARCHIVE_HISTORIES", 8, 8);
+    println!("{seeds}");
     let mut faults = 0;
-    for seed in first..first + count {
+    for seed in seeds.iter() {
         let ran = std::panic::catch_unwind(|| run(seed));
-        faults += ran.unwrap_or_else(|_| {
-            panic!("replay: WALVISOR_SEED={seed} cargo test -p walvisor-archive random_histories")
-        });
+        faults += ran.unwrap_or_else(|_| panic!("{}", seeds.failed(seed, "-p walvisor-archive")));
     }
-    println!("{count} histories, {faults} faults");
+    println!("{faults} faults");
 }
