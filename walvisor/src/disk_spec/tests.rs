@@ -53,48 +53,31 @@ fn every_key_sets_its_field() {
     assert_eq!(spec.cache, DiskCache::Writethrough);
     assert!(spec.read_only);
     assert_eq!(spec.serial.as_deref(), Some("S1"));
-    assert_eq!(spec.commit_wait, CommitWait::default());
-    assert_eq!((spec.block_size, spec.in_order), (512, false));
-    let blocks = parse("path=a,block-size=4096,in-order=on").unwrap();
-    assert_eq!((blocks.block_size, blocks.in_order), (4096, true));
-    let exits = parse("path=a,ioeventfd=off").unwrap();
-    assert_eq!(exits.notifications, Notifications::Exits);
-    for default in ["path=a", "path=a,ioeventfd=on"] {
-        let notifications = parse(default).unwrap().notifications;
-        assert_eq!(notifications, Notifications::Eventfds, "{default}");
-    }
-    let pinned = parse("path=a,worker-cpus=2-4+0,poll-usec=50").unwrap();
-    assert_eq!(pinned.worker_cpus, [2, 3, 4, 0]);
-    assert_eq!(pinned.poll, Duration::from_micros(50));
-    let waiting = parse("path=a,commit-wait-usec=500,commit-wait-count=8").unwrap();
+    let seconds = |seconds| Some(Duration::from_secs(seconds));
+    let plain = parse("path=a").unwrap();
+    assert_eq!(plain.commit_wait, CommitWait::default());
+    assert_eq!((plain.block_size, plain.in_order), (512, false));
+    assert_eq!(plain.notifications, Notifications::Eventfds);
+    assert_eq!((plain.close_time, plain.answer), (None, Answer::Written));
+    let spec =
+        parse("path=a,block-size=4096,in-order=on,ioeventfd=off,worker-cpus=2-4+0,poll-usec=50");
+    let spec = spec.unwrap();
+    assert_eq!((spec.block_size, spec.in_order), (4096, true));
+    assert_eq!(spec.notifications, Notifications::Exits);
+    assert_eq!(spec.worker_cpus, [2, 3, 4, 0]);
+    assert_eq!(spec.poll, Duration::from_micros(50));
+    let spec =
+        parse("path=a,commit-wait-usec=500,commit-wait-count=8,close-seconds=86400").unwrap();
     let wait = CommitWait {
         longest: Some(Duration::from_micros(500)),
         count: Some(8),
     };
-    assert_eq!(waiting.commit_wait, wait);
-    for (text, close_time) in [
-        ("path=a", None),
-        ("path=a,close-seconds=0", Some(Duration::ZERO)),
-        (
-            "path=a,close-seconds=86400",
-            Some(Duration::from_secs(86_400)),
-        ),
-    ] {
-        assert_eq!(parse(text).unwrap().close_time, close_time, "{text}");
-    }
-    for (text, answer) in [
-        ("path=a", Answer::Written),
-        ("path=a,answer=written", Answer::Written),
-        ("path=a,answer=memory", Answer::Memory),
-    ] {
-        assert_eq!(parse(text).unwrap().answer, answer, "{text}");
-    }
+    assert_eq!((spec.commit_wait, spec.close_time), (wait, seconds(86_400)));
+    let spec = parse("path=a,close-seconds=0,answer=memory").unwrap();
+    assert_eq!((spec.close_time, spec.answer), (seconds(0), Answer::Memory));
     let ram = parse("backend=ram,size=64M,cache=unsafe").unwrap();
-    assert_eq!(
-        (ram.backend, ram.size, ram.cache),
-        (BackendKind::Ram, Some(64 << 20), DiskCache::Unsafe)
-    );
-    assert_eq!(ram.log_directory(), None);
+    assert_eq!((ram.backend, ram.size), (BackendKind::Ram, Some(64 << 20)));
+    assert_eq!((ram.cache, ram.log_directory()), (DiskCache::Unsafe, None));
 }
 
 /// A SPEC with `key=value` and every other key that it requires.

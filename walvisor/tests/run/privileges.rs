@@ -54,7 +54,7 @@ fn end(dir: &Path, mut guest: Process) {
 }
 
 #[test]
-fn a_run_keeps_no_capability_and_becomes_the_user_that_is_asked_for() {
+fn a_run_keeps_no_capability_and_becomes_the_user_asked_for() {
     if !has_kvm() || !geteuid().is_root() {
         println!("only root becomes another user");
         return;
