@@ -1,70 +1,11 @@
-//! Messages about an image that is not the one that a log's records belong to, and the commands
-//! that resolve it.
+//! Copies of a disk, and file systems that can't hold what identifies one.
 
 use std::process::Command;
 
 use walvisor_testkit::MemoryFs;
 use walvisor_tests::have;
 
-use crate::{copy_image, done, json, refused, unclosed, unclosed_bytes, walvisor};
-
-/// After a kill the newest bytes are in the log. What a copy of the image alone lacks is refused or
-/// told.
-#[test]
-fn a_copy_of_an_image_alone_is_not_called_clean() {
-    let dir = tempfile::tempdir().unwrap();
-    let crashed = unclosed(dir.path());
-    let at = |name: &str| crashed.join(name);
-    // `cp -a`, without the log: the mark tells.
-    copy_image(&at("disk.img"), &at("marked.img"));
-    for command in [
-        "disk info marked.img",
-        "disk check marked.img",
-        "serve nbd --disk path=marked.img,socket=s",
-        "serve nbd --disk path=marked.img,backend=raw,socket=s",
-        "disk import new.img marked.img",
-        "disk export marked.img out",
-    ] {
-        refused(&crashed, command, 1, &["marked.img: ", "was not closed"]);
-    }
-    // `cp`: nothing in the file tells, so nothing is claimed.
-    std::fs::copy(at("disk.img"), at("copy.img")).unwrap();
-    let lacks = "without a log or a mark; if it is a copy of a disk that was not closed, its \
-        newest bytes are missing";
-    assert!(done(&crashed, "disk info copy.img").contains(lacks));
-    let text = done(&crashed, "disk check copy.img");
-    let told = format!("copy.img: nothing to verify: a raw image {lacks}\n");
-    assert_eq!(text, told);
-    let report = json(&done(&crashed, "disk info copy.img --json"));
-    assert_eq!(report["marked"], false);
-    // Such a copy in the image's place is no place for the log's records.
-    std::fs::rename(at("disk.img"), at("newest.img")).unwrap();
-    std::fs::rename(at("copy.img"), at("disk.img")).unwrap();
-    let parts = &[
-        "disk.img: ",
-        "5 records",
-        "back",
-        "walvisor disk discard disk.img",
-    ];
-    for command in [
-        "check disk.img",
-        "info disk.img",
-        "checkpoint disk.img",
-        "export disk.img out",
-        "resize disk.img --size 16M",
-    ] {
-        refused(&crashed, &format!("disk {command}"), 1, parts);
-    }
-    // The remedy that the message names first.
-    std::fs::rename(at("newest.img"), at("disk.img")).unwrap();
-    done(&crashed, "disk checkpoint disk.img");
-    copy_image(&at("disk.img"), &at("closed.img"));
-    for command in ["info", "check"] {
-        let text = done(&crashed, &format!("disk {command} closed.img"));
-        let told = "closed, with all bytes in the image";
-        assert!(text.contains(told), "{text}");
-    }
-}
+use crate::{done, unclosed, unclosed_bytes, walvisor};
 
 /// Without extended attributes an image has no mark: whoever makes a disk there learns what that
 /// means.

@@ -1,64 +1,29 @@
 //! Commands that would lose something say so, and want to be told twice.
 
-use walvisor_storage::{DiskOptions, Store, StoreOptions};
-use walvisor_testkit::queue::{flush, write};
+use walvisor_storage::default_log_dir;
+use walvisor_tests::run_sessions;
 
-use crate::{done, json, refused, unclosed, walvisor};
+use crate::{copy_image, crash, done, json, refused, unclosed, walvisor};
 
-/// A disk whose log was forgotten: each command names the log, and none makes a second one or gives
-/// anything up.
+/// After a kill the newest bytes are in the log. What a copy of the image alone lacks is refused or
+/// told; a command without the disk's log makes no other one and gives nothing up.
 #[test]
-fn a_command_without_the_disks_log_names_it_and_changes_nothing() {
+fn what_would_be_lost_is_said_and_stays() {
     let dir = tempfile::tempdir().unwrap();
-    let dir = dir.path();
-    done(dir, "disk create b.img --size 8M --log shared --retain 24h");
-    // Closed, with its newest bytes in the log, because that keeps history.
-    let (log, disk) = (dir.join("shared"), dir.join("b.img"));
-    let store = Store::open(&log, &[DiskOptions::new(&disk)], &StoreOptions::default()).unwrap();
-    let mut port = store.disks()[0].open_port().unwrap();
-    write(&mut port, 0, 6, 8);
-    flush(&mut port);
-    drop(port);
-    store.close().unwrap();
-    let named = [
-        "b.img: the disk is on the log in ",
-        "/shared, not in b.img.wal; name that log",
-    ];
-    for command in [
-        "disk info b.img",
-        "disk check b.img",
-        "disk checkpoint b.img",
-        "disk discard b.img --yes",
-        "disk leave b.img",
-        "disk resize b.img --size 16M",
-        "disk export b.img raw",
-        "disk snapshot b.img now",
-        "serve vhost-user --disk path=b.img,socket=s",
-    ] {
-        refused(dir, command, 1, &named);
+    let dir = unclosed(dir.path());
+    let at = |name: &str| dir.join(name);
+    let (disk, kept) = (at("disk.img"), at("kept"));
+    crash(&default_log_dir(&disk), &[&disk], &kept);
+    done(&kept, "disk checkpoint disk.img");
+    copy_image(&kept.join("disk.img"), &at("closed.img"));
+    copy_image(&disk, &at("marked.img"));
+    std::fs::copy(&disk, at("copy.img")).unwrap();
+    std::fs::remove_file(&disk).unwrap();
+    std::fs::copy(at("copy.img"), &disk).unwrap();
+    run_sessions("lost", &dir, []);
+    for none in ["out", "new.img", "marked.img.wal", "b.img.wal"] {
+        assert!(!at(none).exists(), "{none}");
     }
-    assert!(!dir.join("b.img.wal").exists());
-    let info = json(&done(dir, "disk info b.img --log shared --json"));
-    assert_eq!(info["log"]["records"], 1);
-}
-
-#[test]
-fn a_discard_says_what_would_be_lost() {
-    let dir = tempfile::tempdir().unwrap();
-    let crashed = unclosed(dir.path());
-    let before = std::fs::read(crashed.join("disk.img.wal/control")).unwrap();
-    let told = [
-        "nothing is discarded yet",
-        "would lose 5 records (12 KiB) in the log disk.img.wal",
-        "--yes",
-    ];
-    refused(&crashed, "disk discard disk.img", 1, &told);
-    assert!(std::fs::read(crashed.join("disk.img.wal/control")).unwrap() == before);
-    let text = done(&crashed, "disk discard disk.img --yes");
-    assert!(text.contains("discarded 5 records (12 KiB)"), "{text}");
-    let report = json(&done(&crashed, "disk discard --yes disk.img --json"));
-    assert_eq!(report["discarded_records"], 0);
-    assert_eq!(report["image_fits"], true);
 }
 
 /// The image is removed while its log, which has records of it, stays.
