@@ -1,16 +1,18 @@
 #!/bin/sh
-# Runs job/job.sh, on whichever machine. Around it: IMAGES (the guest's images, read-only) and BASE (the rest). What a job
-# may use:
+# Runs job/job.sh, on whichever machine. Around it: IMAGES (the guest's images, read-only) and BASE (the rest). Other jobs may run
+# on a nested machine before and after it: it leaves modules, mounts and the clock as they were, or so that they do no harm. What
+# a job may use:
 #   $JOB      the job's own files         $WORK     its working directory, with space for disks
 #   $RESULTS  what it puts here is handed back to the caller
-#   $MACHINE  direct or nested: on whose machine it runs; a nested one is gone afterwards
+#   $MACHINE  direct or nested: on whose machine it runs; on a nested one all its processes end with it
 #   walvisor  on the search path; on a nested machine it and its libraries are in $BASE/program, with their loader
 # and these functions:
 #   progress TEXT                         replaces the progress line
 #   guest_initrd OUT SCRIPT [PART...]     makes an initramfs whose guest runs SCRIPT; with these parts: fio, disks
 #   start_guest NAME ARGUMENT...          starts `walvisor run ARGUMENT...`; its output is shown and kept in $RESULTS/NAME.log;
 #                                         its input is $GUEST_INPUT, by default nothing
-#   wait_guest NAME SECONDS               waits for its end: walvisor's exit status, or 124 after SECONDS (it is killed then)
+#   wait_guest NAME SECONDS               waits for its end: walvisor's exit status, or 124 after SECONDS (it is killed then), or
+#                                         when a nested guest is silent for SILENT_SECONDS
 #   wait_line NAME PATTERN SECONDS        waits until the output has a line that matches PATTERN: 0, or 1 if it never comes
 #   kill_guest NAME                       kills it with SIGKILL, and waits for its end
 #   run_guest NAME SECONDS ARGUMENT...    start_guest and wait_guest
@@ -23,7 +25,7 @@
 #                                         and that on a nested machine
 JOB=$BASE/job WORK=$BASE/files RESULTS=$BASE/results MACHINE=$(cat "$BASE/machine")
 PATH=$BASE/bin:$PATH
-BOOT_SECONDS=${BOOT_SECONDS:-90} GUEST_INPUT=${GUEST_INPUT:-/dev/null}
+BOOT_SECONDS=${BOOT_SECONDS:-90} SILENT_SECONDS=${SILENT_SECONDS:-90} GUEST_INPUT=${GUEST_INPUT:-/dev/null}
 export IMAGES JOB WORK RESULTS MACHINE PATH
 # KVM polls for an idle guest's next interrupt. In emulation that only takes the processor from others.
 [ "$MACHINE" = nested ] && [ -e /sys/module/kvm/parameters/halt_poll_ns ] && echo 0 >/sys/module/kvm/parameters/halt_poll_ns
@@ -31,7 +33,21 @@ export IMAGES JOB WORK RESULTS MACHINE PATH
 progress() { echo "progress: $*"; }
 
 # Not the time of day, which a job may set.
-uptime_seconds() { cut -d. -f1 /proc/uptime; }
+uptime_seconds() {
+    read -r uptime _ </proc/uptime
+    echo "${uptime%.*}"
+}
+
+# silent NAME NOW: whether the guest has said nothing for SILENT_SECONDS of a wait that began with heard=. On a nested machine it
+# has hung then: elsewhere it may compute.
+silent() {
+    [ "$MACHINE" = nested ] || return
+    size=$(stat -c %s "$RESULTS/$1.log")
+    if [ "$heard" != "$size" ]; then
+        heard=$size heard_at=$2
+    fi
+    [ $(($2 - heard_at)) -ge "$SILENT_SECONDS" ]
+}
 
 guest_initrd() {
     initrd=$1 script=$2
@@ -65,10 +81,11 @@ start_guest() {
 }
 
 wait_guest() {
-    deadline=$(($(uptime_seconds) + $2))
+    began=$(uptime_seconds) heard=
     while ! [ -f "$WORK/$1.status" ]; do
-        if [ "$(uptime_seconds)" -ge "$deadline" ]; then
-            echo "job: guest $1 did not end within $2 s"
+        now=$(uptime_seconds)
+        if [ $((now - began)) -ge "$2" ] || silent "$1" "$now"; then
+            echo "job: guest $1 did not end within $((now - began)) s"
             kill_guest "$1"
             # Its processor may be stuck, which no watchdog notices with interrupts off.
             [ "$MACHINE" = nested ] && spoken "$1"
@@ -95,9 +112,11 @@ unrunnable() {
 }
 
 wait_line() {
-    deadline_line=$(($(uptime_seconds) + $3))
+    began_line=$(uptime_seconds) heard=
     until grep -q "$2" "$RESULTS/$1.log"; do
-        [ "$(uptime_seconds)" -lt "$deadline_line" ] || return 1
+        now=$(uptime_seconds)
+        [ $((now - began_line)) -lt "$3" ] || return 1
+        ! silent "$1" "$now" || return 1
         if [ -f "$WORK/$1.status" ]; then
             sleep 0.2
             grep -q "$2" "$RESULTS/$1.log"

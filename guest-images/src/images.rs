@@ -89,7 +89,7 @@ const NEWER_OUTER_MODULES: [&str; 8] = [
     "sd_mod",
 ];
 /// Host programs that the build needs, each with its package.
-const BUILD_NEEDS: [(&str, &str); 8] = [
+pub(crate) const BUILD_NEEDS: [(&str, &str); 8] = [
     ("dpkg-deb", "dpkg"),
     ("cpio", "cpio"),
     ("mke2fs", "e2fsprogs"),
@@ -392,7 +392,7 @@ pub(crate) fn images_disk(
     let manifest = fs::read(&manifest).at("read", &manifest)?;
     let directory = cache.entry("nested", &[BUILDER, &manifest], reporter, |directory| {
         reporter.progress("packing the images for nesting");
-        make_ext4(&guest.directory, &directory.join(IMAGES_DISK), 768)
+        make_ext4(&guest.directory, &directory.join(IMAGES_DISK), 512)
     })?;
     Ok(directory.join(IMAGES_DISK))
 }

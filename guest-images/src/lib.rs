@@ -44,6 +44,7 @@
 //! `$IMAGES/root.ext4` as the first disk, the same script runs on that root file system.
 //!
 //! In Rust: `GuestJob::new(script, walvisor_binary(..)?).file("guest.sh", text).run(&cache, &reporter)`.
+//! [`GuestJob::run_all`] runs several on one machine.
 
 mod boot;
 mod cache;
@@ -62,6 +63,7 @@ mod process;
 mod program;
 mod reporter;
 mod scratch;
+mod session;
 pub mod stop;
 mod userland;
 

@@ -2,11 +2,13 @@
 //!
 //! ```text
 //!   this process ──▶ qemu-system-x86_64 (TCG) ── /dev/vda  images.ext4, read-only
-//!        ▲                │  console             /dev/vdb  work.ext4: job in, status and results out
+//!        ▲                │  console, pulse      /dev/vdb  work.ext4: jobs in, statuses and results out
 //!        └────── lines ───┘
-//!                         └─ Debian's kernel, kvm_amd ──▶ job.sh ──▶ walvisor run ──▶ the guest
+//!                         └─ Debian's kernel, kvm_amd ──▶ each job.sh ──▶ walvisor run ──▶ the guest
 //! ```
 
+use std::fs::File;
+use std::io::Read;
 use std::ops::ControlFlow;
 use std::os::fd::{AsRawFd, BorrowedFd, OwnedFd};
 use std::os::unix::process::CommandExt;
@@ -32,29 +34,37 @@ const STUCK: [&str; 3] = ["detected stall", "soft lockup", "stack guard page was
 /// On an idle machine the outer kernel prints its first line after 3 to 6 s.
 const BOOT_LIMIT: Duration = Duration::from_secs(90);
 
-/// A machine that prints nothing for longer than this has hung: no job is silent for that long.
-const SILENCE_LIMIT: Duration = Duration::from_secs(240);
+/// Each processor of the machine writes its number to the second serial port every three seconds.
+/// One that does not for this long is stuck, perhaps with interrupts off, which no watchdog of its
+/// kernel notices.
+const PULSE_LIMIT: Duration = Duration::from_secs(60);
+const PROCESSORS: usize = 2;
+/// What the machine prints before the number of the job that begins, if it has several.
+const JOB_BEGINS: &str = "outer: job ";
 
 /// How a boot ended.
 pub(crate) enum BootEnd {
-    /// The machine powered off, or crashed: then the work disk has no status.
+    /// The machine powered off, or crashed: then the work disk lacks a job's status.
     PoweredOff,
-    /// The machine never started the job, or it hung: a kernel's watchdog reported a stuck
-    /// processor, or the console fell silent. Or a signal killed QEMU.
+    /// The machine never started a job, or it hung: a kernel's watchdog reported a stuck
+    /// processor, or a processor has no pulse. Or a signal killed QEMU.
     Hung,
-    /// The job ran longer than its limit.
+    /// A job ran longer than its limit.
     TimedOut,
     /// A user has typed Ctrl-A x, and the machine went on.
     GivenUp,
 }
 
-/// The files and the time limit of one boot.
+/// The files and the time limits of one boot.
 pub(crate) struct NestedBoot<'a> {
     pub(crate) kernel: &'a Path,
     pub(crate) initramfs: &'a Path,
     pub(crate) images: &'a Path,
     pub(crate) work: &'a Path,
-    pub(crate) limit: Duration,
+    /// The file for what the machine's processors write.
+    pub(crate) pulse: &'a Path,
+    /// The limit of each job on the work disk.
+    pub(crate) limits: &'a [Duration],
     /// Sockets of further vhost-user disks: /dev/vdc, ...
     pub(crate) disks: &'a [PathBuf],
     /// A socket that QEMU inherits, for a network card: a stream of frames, each after its length.
@@ -98,6 +108,8 @@ impl NestedBoot<'_> {
         qemu.args(["-nodefaults", "-no-user-config", "-no-reboot"])
             .args(["-display", "none", "-serial", "chardev:console", "-chardev"])
             .arg("stdio,id=console")
+            .args(["-serial", "chardev:pulse", "-chardev"])
+            .arg(format!("file,id=pulse,path={}", self.pulse.display()))
             .args([
                 "-accel",
                 "tcg,thread=multi",
@@ -109,7 +121,7 @@ impl NestedBoot<'_> {
                 "-cpu",
                 "EPYC,+svm",
             ])
-            .args(["-smp", "2", "-m", "4G"])
+            .args(["-smp", &PROCESSORS.to_string(), "-m", "4G"])
             .arg("-kernel")
             .arg(self.kernel)
             .arg("-initrd")
@@ -142,11 +154,13 @@ impl NestedBoot<'_> {
         qemu
     }
 
-    /// Boots the machine, passes every console line to `line`, and waits until it ends.
+    /// Boots the machine, passes every console line to `line`, with the place of the job that runs,
+    /// and waits until the machine ends.
     ///
     /// # Errors
     /// QEMU cannot be started or fails.
-    pub(crate) fn run(&self, mut line: impl FnMut(&str)) -> Result<BootEnd> {
+    pub(crate) fn run(&self, mut line: impl FnMut(usize, &str)) -> Result<BootEnd> {
+        let mut pulse = Pulse::new(self.pulse)?;
         let mut command = self.command();
         let mut qemu = LeashedChild::spawn(&mut command, false)?;
         let keyboard = match qemu.take_input() {
@@ -157,23 +171,28 @@ impl NestedBoot<'_> {
             }
             None => None,
         };
-        let start = Instant::now();
-        let (mut booted, mut stuck) = (false, false);
-        // A user at the console may be silent for any time.
+        let (mut booted, mut stuck, mut job) = (false, false, 0);
+        // Of the boot, and then of each job.
+        let (mut began, mut limit) = (Instant::now(), BOOT_LIMIT);
+        // A user at the console may stop the machine for any time.
         let is_interactive = self.terminal && isatty(stdin());
-        let mut last_output = start;
         let (mut asked, mut given_up) = (None, false);
         let status = qemu.watch(|text| {
             if let Some(text) = text {
-                last_output = Instant::now();
-                booted |= text.contains("outer: ready");
-                stuck |= STUCK.iter().any(|command_line| text.contains(command_line));
-                line(text);
+                stuck |= STUCK.iter().any(|words| text.contains(words));
+                let begins = text.strip_prefix(JOB_BEGINS);
+                let begins = begins.and_then(|place| place.parse().ok());
+                let begins = begins.filter(|&place: &usize| place < self.limits.len());
+                if let Some(place) = begins.or_else(|| text.contains("outer: ready").then_some(0)) {
+                    (booted, job) = (true, place);
+                    (began, limit) = (Instant::now(), self.limits[place]);
+                }
+                line(job, text);
             }
-            stuck |= !is_interactive && last_output.elapsed() > SILENCE_LIMIT;
+            stuck |= booted && pulse.has_stopped(PULSE_LIMIT) && !is_interactive;
             let mut keyboard = keyboard.iter();
             given_up = keyboard.any(|keyboard| keyboard.gives_up(&mut asked));
-            if given_up || stuck || start.elapsed() > if booted { self.limit } else { BOOT_LIMIT } {
+            if given_up || stuck || began.elapsed() > limit {
                 ControlFlow::Break(())
             } else {
                 ControlFlow::Continue(())
@@ -185,7 +204,10 @@ impl NestedBoot<'_> {
         }
         match status.at("wait for", "qemu-system-x86_64")? {
             Some(status) if status.code().is_none() => {
-                line(&format!("outer: qemu-system-x86_64 was killed: {status}"));
+                line(
+                    job,
+                    &format!("outer: qemu-system-x86_64 was killed: {status}"),
+                );
                 Ok(BootEnd::Hung)
             }
             Some(status) if !status.success() => {
@@ -196,6 +218,51 @@ impl NestedBoot<'_> {
             _ => Ok(BootEnd::Hung),
         }
     }
+}
+
+/// What the machine's processors write.
+struct Pulse {
+    file: File,
+    /// When each wrote last.
+    last: Option<[Instant; PROCESSORS]>,
+}
+
+impl Pulse {
+    fn new(path: &Path) -> Result<Self> {
+        // QEMU opens the same file.
+        File::create(path).at("create", path)?;
+        Ok(Self {
+            file: File::open(path).at("open", path)?,
+            last: None,
+        })
+    }
+
+    /// Whether a processor has not written for longer than `limit`. The first call begins the wait
+    /// for it.
+    fn has_stopped(&mut self, limit: Duration) -> bool {
+        let (now, mut bytes) = (Instant::now(), Vec::new());
+        let last = self.last.get_or_insert([now; PROCESSORS]);
+        // What cannot be read is as what was not written.
+        let _ = self.file.read_to_end(&mut bytes);
+        for byte in bytes {
+            let number = usize::from(byte.wrapping_sub(b'0'));
+            if let Some(last) = last.get_mut(number) {
+                *last = now;
+            }
+        }
+        last.iter().any(|last| now - *last > limit)
+    }
+}
+
+/// Brings the ext4 image of a machine that did not unmount it in order, so that [`extract`] finds
+/// what was written. It complains of what is missing.
+pub(crate) fn replay_journal(image: &Path) {
+    let mut command = Command::new("e2fsck");
+    command.env("PATH", search_path());
+    let _ = command
+        .args(["-p", "-E", "journal_only"])
+        .arg(image)
+        .output();
 }
 
 /// Copies file or directory `name` of the ext4 image `image` into directory `target`, without
@@ -210,7 +277,8 @@ pub(crate) fn extract(image: &Path, name: &str, target: &Path) -> Result<()> {
         .arg(format!("rdump /{name} {}", target.display()))
         .arg(image))?;
     // debugfs exits with status 0 even on failure.
-    if target.join(name).exists() {
+    let last = Path::new(name).file_name().unwrap_or_default();
+    if target.join(last).exists() {
         return Ok(());
     }
     let stderr = String::from_utf8_lossy(&output.stderr);
@@ -219,4 +287,27 @@ pub(crate) fn extract(image: &Path, name: &str, target: &Path) -> Result<()> {
         "{name} is not on the work disk {}: {reason}",
         image.display()
     )))
+}
+
+#[cfg(test)]
+mod tests {
+    use std::fs::OpenOptions;
+    use std::io::Write;
+
+    use super::*;
+
+    #[test]
+    fn a_machine_with_one_stuck_processor_has_stopped() {
+        let directory = tempfile::tempdir().unwrap();
+        let path = directory.path().join("pulse");
+        let mut pulse = Pulse::new(&path).unwrap();
+        let mut written = OpenOptions::new().append(true).open(&path).unwrap();
+        let (minute, none) = (Duration::from_secs(60), Duration::ZERO);
+        assert!(!pulse.has_stopped(minute), "it has just begun");
+        written.write_all(b"01").unwrap();
+        assert!(!pulse.has_stopped(none), "both have just written");
+        written.write_all(b"0").unwrap();
+        assert!(pulse.has_stopped(none), "the other one has not");
+        assert!(!pulse.has_stopped(minute), "but may");
+    }
 }

@@ -1,13 +1,13 @@
 //! The kernel's own NBD client on `walvisor serve nbd`: ext4, fio, fsync, discard, a kill of the
 //! daemon, and the images. Another test sets the wall clock, forward, back and through a leap
-//! second, while disks of a daemon and of a guest commit.
+//! second, while disks of a daemon commit.
 
 use std::fs;
 
 use serde_json::Value;
 
 use walvisor_guest_images::Metrics;
-use walvisor_tests::{base64, compile, have_all, job_lines, run_emulated_job, run_in_user_mode};
+use walvisor_tests::{CLOCK_FUNCTIONS, compile, have_all, nothing_spun, run_in_user_mode};
 
 #[test]
 fn the_kernels_client_keeps_a_file_system_through_a_kill() {
@@ -92,8 +92,6 @@ fn a_row_that_was_deleted_is_found_again() {
     );
 }
 
-const CLOCK_FUNCTIONS: &str = include_str!("../scripts/clock-functions.sh");
-
 #[test]
 fn disks_commit_in_order_however_the_wall_clock_is_set() {
     let needs = [
@@ -135,54 +133,6 @@ fn disks_commit_in_order_however_the_wall_clock_is_set() {
             fs::read_to_string(dir.path().join(format!("files/{disk}.json"))).expect("the dump");
         history_is_in_order(disk, &dump);
     }
-}
-
-#[test]
-fn a_guest_commits_as_fast_however_the_wall_clock_is_set() {
-    let dir = tempfile::tempdir().unwrap();
-    // The machine gets its files as text.
-    let leap = base64(&compile(dir.path(), "leap"));
-    let files = [
-        ("guest.sh", include_str!("../scripts/clock-guest.sh")),
-        ("leap.base64", &leap),
-    ];
-    let script = format!(
-        "{CLOCK_FUNCTIONS}\n{}",
-        include_str!("../scripts/clock-job.sh")
-    );
-    let Some(outcome) = run_emulated_job(&script, &files) else {
-        return;
-    };
-    let (ticks, lines): (Vec<_>, Vec<_>) = job_lines(&outcome)
-        .into_iter()
-        .partition(|line| line.starts_with("run quiet "));
-    assert_eq!(
-        lines,
-        [
-            "run: the clock was set and had a leap second",
-            "run: status 0"
-        ]
-    );
-    assert_eq!(outcome.status, 0);
-    nothing_spun(ticks[0]);
-}
-
-/// Checks that waits use the monotonic clock: the processor time of the same work is about the same
-/// while the clock is set as before, and that of a period of rest is about none.
-fn nothing_spun(ticks: &str) {
-    println!("{ticks}");
-    let numbers: Vec<u64> = ticks
-        .split(' ')
-        .filter_map(|word| word.parse().ok())
-        .collect();
-    let [quiet, stepped, idle_before, idle] = numbers[..] else {
-        panic!("{ticks}");
-    };
-    // Both values are for the same work, and for `run` a period of rest. A spinning thread takes
-    // 100 ticks a second, for 10 s.
-    assert!(stepped <= 3 * quiet + 300, "{ticks}");
-    // A spinning thread would take 300 ticks.
-    assert!(idle <= idle_before + 100, "{ticks}");
 }
 
 /// Checks that history is in order however the wall clock was set.

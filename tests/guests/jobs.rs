@@ -1,28 +1,19 @@
 //! Tests of the job runner: a job's results come back, an attempt that hangs or crashes is repeated
 //! and then reported, but never one that fails by a fault of walvisor, a job that takes too long is
-//! killed, and no process is left running.
+//! killed, the jobs beside all of these are none the worse, and no process is left running.
 
 use std::path::{Path, PathBuf};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
-use walvisor_guest_images::{
-    Cache, Error, GuestJob, JobOutcome, Machine, Reporter, Result, obstacle,
-};
+use walvisor_guest_images::{Cache, Error, GuestJob, Machine, Reporter, obstacle};
 
-/// Runs `script` without a guest: `walvisor` is replaced by a shell.
-fn run(script: &str, seconds: u64, attempts: u32) -> Option<Result<JobOutcome>> {
-    if let Some(why) = obstacle() {
-        println!("skipped: {why}");
-        return None;
-    }
+/// A job that runs `script` without a guest: `walvisor` is replaced by a shell.
+fn job(script: &str, seconds: u64, attempts: u32) -> GuestJob {
     // `walvisor run` is `sh run` here, which runs the script `run` in the working directory.
     let mut job = GuestJob::new(script, "/bin/sh").file("input", "from outside");
     job.limit = Duration::from_secs(seconds);
     job.attempts = attempts;
-    Some(job.run(
-        &Cache::open(None).expect("the image cache"),
-        &Reporter::quiet(None),
-    ))
+    job
 }
 
 /// The ways in which `walvisor run` can end, each as a shell script, with the status that a job
@@ -84,6 +75,9 @@ fn children() -> Vec<PathBuf> {
 // All cases are in one test, one after the other: the check for children covers the whole process.
 #[test]
 fn jobs_end_as_they_should() {
+    if let Some(why) = obstacle() {
+        return println!("skipped: {why}");
+    }
     let mut script =
         "cat \"$JOB/input\"; echo; walvisor -c 'exit 9'; echo \"walvisor: $?\"; ls \"$IMAGES\"\n"
             .to_owned();
@@ -94,10 +88,45 @@ fn jobs_end_as_they_should() {
         );
     }
     script += "echo result >\"$RESULTS/file\"; test -c /dev/kvm && exit 7";
-    let Some(outcome) = run(&script, 300, 4) else {
-        return;
+    // A job that others share its machine with has its own files, and none of their processes. It is
+    // retried if it crashes by itself.
+    let other = |script: &str| {
+        job(
+            &format!("ls; {script}; (sleep 2; echo late) & exit"),
+            300,
+            4,
+        )
     };
-    let outcome = outcome.expect("a job that works");
+    let jobs = [
+        other("echo first >\"$RESULTS/file\""),
+        job(&script, 300, 4),
+        // A job ends with status 75 if its guest hung at boot.
+        job("exit 75", 300, 2),
+        // In emulation, a kernel that reports a stuck processor has hung, and one that panics has
+        // crashed. On this machine either would be a bug to be seen.
+        job(
+            "echo 'rcu: INFO: rcu_preempt self-detected stall on CPU'; sleep 60; exit 0",
+            300,
+            1,
+        ),
+        other("sleep 4; echo after the stall"),
+        job(
+            "[ $MACHINE = nested ] && echo c >/proc/sysrq-trigger; exit 0",
+            300,
+            1,
+        ),
+        job("sleep 500", 20, 4),
+        other("echo last >\"$RESULTS/file\""),
+    ];
+    let (machine, reason) = Machine::choose();
+    println!("{reason}");
+    let cache = Cache::open(None).expect("the image cache");
+    let ends = GuestJob::run_all(&jobs, machine, &cache, &Reporter::quiet(None));
+    let ends = ends.expect("machines that boot");
+    let [first, all, hung, stalled, beside, crashed, late, last] =
+        <[_; 8]>::try_from(ends).expect("an end for each job");
+
+    let outcome = all.expect("a job that works");
     assert_eq!(outcome.status, 7, "{}", outcome.console);
     // The outer machine may have crashed by itself.
     assert!(outcome.hung_boots <= 1, "{}", outcome.hung_boots);
@@ -121,19 +150,9 @@ fn jobs_end_as_they_should() {
         );
     }
 
-    // A job ends with status 75 if its guest hung at boot.
-    let hung = run("exit 75", 300, 2)
-        .expect("no obstacle")
-        .expect_err("a job that hangs");
+    let hung = hung.expect_err("a job that hangs");
     assert!(matches!(hung, Error::Hung { attempts: 2, .. }), "{hung}");
-
-    // In emulation, a kernel that reports a stuck processor has hung, and one that panics has
-    // crashed. On this machine either would be a bug to be seen.
-    for script in [
-        "echo 'rcu: INFO: rcu_preempt self-detected stall on CPU'; sleep 60",
-        "[ $MACHINE = nested ] && echo c >/proc/sysrq-trigger",
-    ] {
-        let stuck = run(&format!("{script}; exit 0"), 300, 1).expect("no obstacle");
+    for stuck in [stalled, crashed] {
         if nested {
             let hung = stuck.expect_err("a machine that falls over");
             assert!(matches!(hung, Error::Hung { attempts: 1, .. }), "{hung}");
@@ -141,12 +160,25 @@ fn jobs_end_as_they_should() {
             assert_eq!(stuck.expect("a job that works").status, 0);
         }
     }
-
-    let start = Instant::now();
-    let late = run("sleep 500", 20, 4)
-        .expect("no obstacle")
-        .expect_err("a job that takes too long");
+    let late = late.expect_err("a job that takes too long");
     assert!(matches!(late, Error::TimedOut { seconds: 20 }), "{late}");
-    assert!(start.elapsed() < Duration::from_secs(300));
+
+    for (outcome, file) in [
+        (first, Some("first\n")),
+        (beside, None),
+        (last, Some("last\n")),
+    ] {
+        let outcome = outcome.expect("a job that works");
+        assert_eq!(outcome.status, 0, "{}", outcome.console);
+        assert_eq!(outcome.result("file").ok().as_deref(), file);
+        for line in ["late", "from outside", "file"] {
+            // On this machine a job ends when nobody has its output.
+            assert!(
+                !nested || outcome.console.lines().all(|have| have != line),
+                "{line}: {}",
+                outcome.console
+            );
+        }
+    }
     assert_eq!(children(), Vec::<PathBuf>::new());
 }

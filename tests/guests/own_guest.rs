@@ -9,6 +9,7 @@ use std::os::unix::fs::symlink;
 use std::path::Path;
 use std::process::{ChildStdout, Command, Stdio};
 
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::process::{Pid, Signal, kill_process};
 use rustix::termios::tcgetattr;
 use walvisor_guest_images::{Machine, obstacle, program};
@@ -72,8 +73,14 @@ fn boot(dir: &Path, words: &[&str], input: impl Into<Stdio>) -> (Process, ChildS
     (child, output)
 }
 
-/// Boots a guest until it says `words`. An emulated machine may crash while it starts (about one in
-/// thirty does); then it is started again, which is shown.
+/// A guest that says nothing for longer has hung.
+const SILENCE_LIMIT: Timespec = Timespec {
+    tv_sec: 180,
+    tv_nsec: 0,
+};
+
+/// Boots a guest until it says `words`. An emulated machine may crash or hang while it starts (about
+/// one in thirty does); then it is started again, which is shown.
 fn boot_until(
     dir: &Path,
     words: &[&str],
@@ -82,19 +89,29 @@ fn boot_until(
 ) -> (Process, ChildStdout, String) {
     for _ in 0..3 {
         let (child, mut output) = boot(dir, words, input());
-        match try_read_until(&mut output, said) {
+        match try_read_until(&mut output, said, false) {
             Ok(seen) => return (child, output, seen),
-            Err(seen) => println!("started again; the guest ended before {said:?}: {seen}"),
+            Err(seen) => println!("started again; the guest ended or hung before {said:?}: {seen}"),
         }
     }
     panic!("{said:?} never came in three boots");
 }
 
 /// Reads until `words` come, which may be a part of a line, and returns all that has come; `Err`:
-/// it was all, and they have not come.
-fn try_read_until(output: &mut ChildStdout, words: &str) -> Result<String, String> {
+/// it was all, and they have not come. `ready`: whether the guest has said its first line. Before it
+/// nothing is said for as long as images are built, and other machines run.
+fn try_read_until(
+    output: &mut ChildStdout,
+    words: &str,
+    mut ready: bool,
+) -> Result<String, String> {
     let (mut seen, mut bytes) = (String::new(), [0; 4096]);
     while !seen.contains(words) {
+        ready |= seen.contains("guest: ready");
+        let limit = ready.then_some(&SILENCE_LIMIT);
+        if poll(&mut [PollFd::new(output, PollFlags::IN)], limit).unwrap() == 0 {
+            return Err(seen + "\nsilence");
+        }
         let count = output.read(&mut bytes).unwrap();
         if count == 0 {
             return Err(seen);
@@ -107,7 +124,7 @@ fn try_read_until(output: &mut ChildStdout, words: &str) -> Result<String, Strin
 /// As [`try_read_until`], where the words must come.
 #[track_caller]
 fn read_until(output: &mut ChildStdout, words: &str) -> String {
-    let read = try_read_until(output, words);
+    let read = try_read_until(output, words, true);
     read.unwrap_or_else(|seen| panic!("{words:?} never came: {seen}"))
 }
 

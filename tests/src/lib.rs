@@ -2,6 +2,7 @@
 //! machine cannot.
 
 mod daemon;
+mod guest_cases;
 mod loop_fs;
 pub mod medium_file;
 pub mod medium_fs;
@@ -13,19 +14,21 @@ use std::fs::{self, File};
 use std::io::Write;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
-use std::time::Duration;
 
 pub use daemon::{binary, serve, succeed, walvisor};
+pub use guest_cases::{GuestCase, guest_job, run_cases, run_job};
 pub use loop_fs::LoopFs;
 pub use qemu_nbd::QemuNbd;
 use rustix::fs::{Mode, OFlags, open};
 use rustix::pty::{OpenptFlags, grantpt, openpt, ptsname, unlockpt};
 pub use sessions::run_sessions;
 use walvisor_guest_images::{
-    Cache, GuestImages, GuestJob, JobOutcome, Machine, Metrics, NewerKernel, Reporter, UserMode,
-    install_missing, obstacle, walvisor_binary,
+    Cache, GuestImages, JobOutcome, Metrics, NewerKernel, Reporter, UserMode, install_missing,
 };
 use walvisor_testkit::Process;
+
+/// Functions of scripts that set the wall clock of their machine.
+pub const CLOCK_FUNCTIONS: &str = include_str!("../scripts/clock-functions.sh");
 
 /// Installs a program that a test needs. Returns `false` if that fails, after printing
 /// `skipped: why`.
@@ -231,59 +234,6 @@ pub fn with_program(directory: &Path, name: &str, script: &str) -> String {
     format!("base64 -d >/bin/{name} <<'END'\n{text}END\nchmod +x /bin/{name}\n{script}")
 }
 
-/// Runs `script` (with further `files`) as a job with the `walvisor` of this source tree. Prints
-/// the console, which the test harness shows if the test fails. Returns `None` if this machine
-/// cannot run it, after printing `skipped: why`.
-///
-/// # Panics
-/// The images or `walvisor` cannot be built, or the machine cannot be started.
-#[must_use]
-pub fn run_linux_job(script: &str, files: &[(&str, &str)]) -> Option<JobOutcome> {
-    run_on(Machine::choose().0, script, files, |_| ())
-}
-
-/// Runs a job as [`run_linux_job`] does. Its guests have Debian's newer kernel, 6.12, if the script
-/// boots `vmlinuz` and `initramfs-base.cpio` of $JOB instead of $IMAGES.
-///
-/// # Panics
-/// As [`run_linux_job`].
-#[must_use]
-pub fn run_newer_linux_job(script: &str, files: &[(&str, &str)]) -> Option<JobOutcome> {
-    run_on(Machine::choose().0, script, files, |job| {
-        let images = newer_images(NewerKernel::V6_12).directory;
-        for name in ["vmlinuz", "initramfs-base.cpio"] {
-            let content = fs::read(images.join(name)).expect("an image");
-            job.files.push((name.to_owned(), content));
-        }
-    })
-}
-
-/// Runs a job as [`run_linux_job`] does, but always in emulation: for scripts that need the modules
-/// and devices of the Debian kernel that they themselves run on.
-///
-/// # Panics
-/// As [`run_linux_job`].
-#[must_use]
-pub fn run_emulated_job<C: AsRef<[u8]>>(script: &str, files: &[(&str, C)]) -> Option<JobOutcome> {
-    run_on(Machine::Nested, script, files, |_| ())
-}
-
-/// Runs a job as [`run_emulated_job`] does, on a newer kernel, and ends it after `limit`.
-///
-/// # Panics
-/// As [`run_linux_job`]; and if the job takes longer.
-#[must_use]
-pub fn run_newer_job<C: AsRef<[u8]>>(
-    kernel: NewerKernel,
-    script: &str,
-    files: &[(&str, C)],
-    limit: Duration,
-) -> Option<JobOutcome> {
-    run_on(Machine::Nested, script, files, |job| {
-        (job.kernel, job.limit) = (Some(kernel), limit);
-    })
-}
-
 /// The lines of the job's console that begin with `job: `, without that prefix.
 #[must_use]
 pub fn job_lines(outcome: &JobOutcome) -> Vec<&str> {
@@ -293,39 +243,23 @@ pub fn job_lines(outcome: &JobOutcome) -> Vec<&str> {
         .collect()
 }
 
-fn run_on(
-    machine: Machine,
-    script: &str,
-    files: &[(&str, impl AsRef<[u8]>)],
-    adapt: impl FnOnce(&mut GuestJob),
-) -> Option<JobOutcome> {
-    if let Some(why) = obstacle() {
-        println!("skipped: {why}");
-        return None;
-    }
-    let walvisor = walvisor_binary("dev").expect("building walvisor");
-    let mut job = GuestJob::new(script, walvisor);
-    for (name, content) in files {
-        job = job.file(*name, content.as_ref());
-    }
-    adapt(&mut job);
-    let cache = Cache::open(None).expect("the image cache");
-    // The console goes to a file as well, so that it can be read while a job hangs.
-    let name = std::thread::current()
-        .name()
-        .unwrap_or("job")
-        .replace("::", "-");
-    let log = PathBuf::from(env!("CARGO_MANIFEST_DIR")).join(format!("../target/{name}.log"));
-    let reporter = Reporter::quiet(File::create(&log).ok());
-    match job.run_on(machine, &cache, &reporter) {
-        Ok(outcome) => {
-            println!("{}", outcome.console);
-            println!(
-                "attempts given up because a guest hung or crashed: {}",
-                outcome.hung_boots
-            );
-            Some(outcome)
-        }
-        Err(error) => panic!("{error}; console: {}", log.display()),
-    }
+/// Checks that waits use the monotonic clock: the processor time of the same work is about the same
+/// while the clock is set as before, and that of a period of rest is about none.
+///
+/// # Panics
+/// Something spun.
+pub fn nothing_spun(ticks: &str) {
+    println!("{ticks}");
+    let numbers: Vec<u64> = ticks
+        .split(' ')
+        .filter_map(|word| word.parse().ok())
+        .collect();
+    let [quiet, stepped, idle_before, idle] = numbers[..] else {
+        panic!("{ticks}");
+    };
+    // Both values are for the same work, and for `run` a period of rest. A spinning thread takes
+    // 100 ticks a second, for 10 s.
+    assert!(stepped <= 3 * quiet + 300, "{ticks}");
+    // A spinning thread would take 300 ticks.
+    assert!(idle <= idle_before + 100, "{ticks}");
 }

@@ -118,6 +118,7 @@ impl UserMode {
     /// # Errors
     /// A module does not exist, a file cannot be read or written, or the guest cannot be started.
     pub fn boot(&self, directory: &Path, images: &GuestImages, script: &str) -> Result<Guest> {
+        Self::install(&Reporter::quiet(None))?;
         let modules = match self.module_names().as_slice() {
             [] => Vec::new(),
             wanted => self.in_load_order(directory, wanted)?,
@@ -134,6 +135,7 @@ impl UserMode {
     /// # Errors
     /// A file cannot be written, or the guest cannot be started.
     pub fn boot_here(&self, directory: &Path, script: &str) -> Result<Guest> {
+        Self::install(&Reporter::quiet(None))?;
         let place = self.prepare_module_tree(directory)?;
         let modules: String = self
             .module_names()

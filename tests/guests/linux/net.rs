@@ -1,8 +1,16 @@
 //! A Linux guest with networks: it takes an address from passt by DHCP, fetches a file over passt
 //! and over a tap device, before and after a reboot, and outlives passt.
 
-use walvisor_guest_images::Metrics;
-use walvisor_tests::{have, run_emulated_job};
+use walvisor_guest_images::{GuestJob, JobOutcome, Metrics};
+use walvisor_tests::{GuestCase, guest_job, have};
+
+pub const CASE: GuestCase = GuestCase {
+    name: "net",
+    kernel: None,
+    emulated: true,
+    job,
+    check: a_guest_fetches_over_passt_and_a_tap_device_reboots_and_outlives_passt,
+};
 
 /// The rest of each line that begins with `prefix`.
 fn reported<'a>(console: &'a str, prefix: &str) -> Vec<&'a str> {
@@ -12,19 +20,22 @@ fn reported<'a>(console: &'a str, prefix: &str) -> Vec<&'a str> {
         .collect()
 }
 
-#[test]
-fn a_guest_fetches_over_passt_and_a_tap_device_reboots_and_outlives_passt() {
+fn job() -> Option<GuestJob> {
     if !have("passt", "passt") {
-        return;
+        return None;
     }
     let passt = std::fs::read("/usr/bin/passt").expect("passt");
     let files = [
-        ("net.sh", include_bytes!("../scripts/net-guest.sh").to_vec()),
+        (
+            "net.sh",
+            include_bytes!("../../scripts/net-guest.sh").to_vec(),
+        ),
         ("passt", passt),
     ];
-    let Some(outcome) = run_emulated_job(include_str!("../scripts/net-job.sh"), &files) else {
-        return;
-    };
+    Some(guest_job(include_str!("../../scripts/net-job.sh"), &files))
+}
+
+fn a_guest_fetches_over_passt_and_a_tap_device_reboots_and_outlives_passt(outcome: &JobOutcome) {
     // A reset that crashes most guests would be a fault of walvisor.
     assert!(outcome.hung_boots <= 2, "{} hung", outcome.hung_boots);
     let console = outcome.console.as_str();

@@ -2,8 +2,16 @@
 //! both ways. Under the second guest two disks grow: it sees the new sizes at once, and writes to
 //! the new ranges.
 
-use walvisor_guest_images::Metrics;
-use walvisor_tests::run_linux_job;
+use walvisor_guest_images::{GuestJob, JobOutcome, Metrics};
+use walvisor_tests::{GuestCase, guest_job};
+
+pub const CASE: GuestCase = GuestCase {
+    name: "boot",
+    kernel: None,
+    emulated: false,
+    job,
+    check: bzimage_and_vmlinux_boot_with_disks_that_grow_over_mmio_and_pci_and_end_with_status_0,
+};
 
 /// The rest of each line of the guest that begins with `prefix`.
 fn reported<'a>(console: &'a str, prefix: &str) -> Vec<&'a str> {
@@ -13,15 +21,17 @@ fn reported<'a>(console: &'a str, prefix: &str) -> Vec<&'a str> {
         .collect()
 }
 
-#[test]
-fn bzimage_and_vmlinux_boot_with_disks_that_grow_over_mmio_and_pci_and_end_with_status_0() {
+fn job() -> Option<GuestJob> {
     let files = [
-        ("write.sh", include_str!("../scripts/boot-write.sh")),
-        ("read.sh", include_str!("../scripts/boot-read.sh")),
+        ("write.sh", include_str!("../../scripts/boot-write.sh")),
+        ("read.sh", include_str!("../../scripts/boot-read.sh")),
     ];
-    let Some(outcome) = run_linux_job(include_str!("../scripts/boot-job.sh"), &files) else {
-        return;
-    };
+    Some(guest_job(include_str!("../../scripts/boot-job.sh"), &files))
+}
+
+fn bzimage_and_vmlinux_boot_with_disks_that_grow_over_mmio_and_pci_and_end_with_status_0(
+    outcome: &JobOutcome,
+) {
     let console = outcome.console.as_str();
 
     assert_eq!(reported(console, "guest: processors "), ["2"]);

@@ -1,14 +1,23 @@
 //! Promise 1 under SIGKILL: the files that the guest fsynced before `walvisor run` was killed are
 //! there in the next boot, and in the images.
 
-use walvisor_tests::run_linux_job;
+use walvisor_guest_images::{GuestJob, JobOutcome};
+use walvisor_tests::{GuestCase, guest_job};
 
-#[test]
-fn every_fsynced_file_survives_sigkill_in_the_middle_of_fio() {
-    let files = [("guest.sh", include_str!("../scripts/kill-guest.sh"))];
-    let Some(outcome) = run_linux_job(include_str!("../scripts/kill-job.sh"), &files) else {
-        return;
-    };
+pub const CASE: GuestCase = GuestCase {
+    name: "kill",
+    kernel: None,
+    emulated: false,
+    job,
+    check: every_fsynced_file_survives_sigkill_in_the_middle_of_fio,
+};
+
+fn job() -> Option<GuestJob> {
+    let files = [("guest.sh", include_str!("../../scripts/kill-guest.sh"))];
+    Some(guest_job(include_str!("../../scripts/kill-job.sh"), &files))
+}
+
+fn every_fsynced_file_survives_sigkill_in_the_middle_of_fio(outcome: &JobOutcome) {
     let lines = |prefix: &str| {
         let all = outcome.console.lines();
         all.filter(|line| line.starts_with(prefix))

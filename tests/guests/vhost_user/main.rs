@@ -1,12 +1,11 @@
-//! `walvisor serve vhost-user` under Linux guests of other monitors: user-mode Linux, and QEMU in
-//! full emulation.
+//! `walvisor serve vhost-user` under Linux guests of other monitors: QEMU in full emulation, alone
+//! and under libvirt, and what only takes long under user-mode Linux.
 
 mod largest;
 mod libvirt;
 mod log_shared;
 mod qemu;
 mod scsi;
-mod user_mode;
 
 use std::path::Path;
 

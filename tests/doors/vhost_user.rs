@@ -1,9 +1,19 @@
-//! User-mode Linux: a guest that cannot reconnect, so a kill of the daemon is a power cut for it.
+//! `walvisor serve vhost-user` under user-mode Linux: a guest that cannot reconnect, so a kill of the
+//! daemon is a power cut for it.
 
 use std::collections::HashMap;
+use std::path::Path;
 
-use super::{serve, succeed, user_mode};
-use walvisor_tests::{have, images};
+use walvisor_guest_images::UserMode;
+use walvisor_tests::{have, images, serve, succeed};
+
+/// User-mode Linux with the disk at `socket` as /dev/vda.
+fn user_mode(socket: &Path) -> UserMode {
+    UserMode {
+        disks: vec![socket.to_owned()],
+        ..UserMode::default()
+    }
+}
 
 #[test]
 fn a_file_system_works_and_is_in_the_image_afterwards() {

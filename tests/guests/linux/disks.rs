@@ -3,9 +3,27 @@
 //! writes, which only a newer kernel has, and only on SCSI disks. The disks' counters prove what
 //! the guest cannot see.
 
+use std::fs;
+
 use serde_json::Value;
-use walvisor_guest_images::{JobOutcome, Metrics};
-use walvisor_tests::{job_lines, run_linux_job, run_newer_linux_job, with_program};
+use walvisor_guest_images::{GuestJob, JobOutcome, Metrics, NewerKernel};
+use walvisor_tests::{GuestCase, guest_job, job_lines, newer_images, with_program};
+
+pub const CASE: GuestCase = GuestCase {
+    name: "disks",
+    kernel: None,
+    emulated: false,
+    job,
+    check: linux_uses_all_that_its_disks_can_and_they_count_as_they_should,
+};
+
+pub const ATOMIC: GuestCase = GuestCase {
+    name: "atomic",
+    kernel: None,
+    emulated: false,
+    job: atomic_job,
+    check: linux_sees_that_scsi_disks_write_atomically_over_both_transports,
+};
 
 /// The rest of each console line that begins with `prefix`.
 fn lines<'a>(outcome: &'a JobOutcome, prefix: &str) -> Vec<&'a str> {
@@ -36,25 +54,28 @@ fn image(outcome: &JobOutcome, step: &str, disk: &str) -> u64 {
     kibibytes.parse().expect("a number")
 }
 
-#[test]
-fn linux_uses_all_that_its_disks_can_and_they_count_as_they_should() {
+fn job() -> Option<GuestJob> {
     let files = [
         (
             "functions.sh",
-            include_str!("../scripts/disks-functions.sh"),
+            include_str!("../../scripts/disks-functions.sh"),
         ),
-        ("guest.sh", include_str!("../scripts/disks-guest.sh")),
-        ("crash.sh", include_str!("../scripts/disks-crash.sh")),
+        ("guest.sh", include_str!("../../scripts/disks-guest.sh")),
+        ("crash.sh", include_str!("../../scripts/disks-crash.sh")),
     ];
-    let Some(outcome) = run_linux_job(include_str!("../scripts/disks-job.sh"), &files) else {
-        return;
-    };
-    configured_values_are_seen(&outcome);
-    the_mode_of_the_cache_decides_what_is_synced(&outcome);
-    what_is_discarded_is_zero_and_takes_no_space(&outcome);
-    raw_images_verify(&outcome);
-    batches_ring_and_interrupt_rarely(&outcome);
-    everything_kept_outlives_reboot_and_panics(&outcome);
+    Some(guest_job(
+        include_str!("../../scripts/disks-job.sh"),
+        &files,
+    ))
+}
+
+fn linux_uses_all_that_its_disks_can_and_they_count_as_they_should(outcome: &JobOutcome) {
+    configured_values_are_seen(outcome);
+    the_mode_of_the_cache_decides_what_is_synced(outcome);
+    what_is_discarded_is_zero_and_takes_no_space(outcome);
+    raw_images_verify(outcome);
+    batches_ring_and_interrupt_rarely(outcome);
+    everything_kept_outlives_reboot_and_panics(outcome);
     assert_eq!(outcome.status, 0);
 }
 
@@ -263,17 +284,23 @@ fn everything_kept_outlives_reboot_and_panics(outcome: &JobOutcome) {
     );
 }
 
-#[test]
-fn linux_sees_that_scsi_disks_write_atomically_over_both_transports() {
+/// The guest has Debian's newer kernel, 6.12, which knows atomic writes.
+fn atomic_job() -> Option<GuestJob> {
     let dir = tempfile::tempdir().unwrap();
-    let script = include_str!("../scripts/atomic-guest.sh");
+    let script = include_str!("../../scripts/atomic-guest.sh");
     let guest = with_program(dir.path(), "atomic", script);
-    let script = include_str!("../scripts/atomic-job.sh");
-    let Some(outcome) = run_newer_linux_job(script, &[("guest.sh", &guest)]) else {
-        return;
-    };
+    let script = include_str!("../../scripts/atomic-job.sh");
+    let mut job = guest_job(script, &[("guest.sh", guest)]);
+    let images = newer_images(NewerKernel::V6_12).directory;
+    for name in ["vmlinuz", "initramfs-base.cpio"] {
+        job = job.file(name, fs::read(images.join(name)).expect("an image"));
+    }
+    Some(job)
+}
+
+fn linux_sees_that_scsi_disks_write_atomically_over_both_transports(outcome: &JobOutcome) {
     assert_eq!(
-        job_lines(&outcome),
+        job_lines(outcome),
         [
             "guest: status 0",
             "check of mmio.img: status 0",
@@ -282,7 +309,7 @@ fn linux_sees_that_scsi_disks_write_atomically_over_both_transports() {
     );
     for transport in ["mmio", "pci"] {
         let start = format!("disk on {transport}, atomic_write_unit_max_bytes ");
-        let told = lines(&outcome, "guest: ");
+        let told = lines(outcome, "guest: ");
         let at = told.iter().position(|line| line.starts_with(&start));
         let told = &told[at.expect("a disk")..];
         let most: u64 = told[0][start.len()..].parse().expect("bytes");
