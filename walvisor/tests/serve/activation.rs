@@ -13,6 +13,7 @@ use walvisor_testkit::nbd::{READ, RawClient, WRITE};
 use walvisor_testkit::wait_until;
 use walvisor_tests::have;
 
+use super::vhost_user::Client;
 use super::{Daemon, WALVISOR, client, create, text};
 
 /// `walvisor serve nbd` with `socket` as descriptor 3. A shell runs `variables` first; $$ in it is
@@ -36,6 +37,7 @@ fn systemd_starts_the_daemon_when_a_client_comes() {
     let dir = dir.path();
     create(dir, "a.img", "1M");
     create(dir, "b.img", "2M");
+    create(dir, "c.img", "4M");
     // Finds a free port.
     let port = TcpListener::bind("127.0.0.1:0").unwrap();
     let address = port.local_addr().unwrap();
@@ -45,7 +47,9 @@ fn systemd_starts_the_daemon_when_a_client_comes() {
     command
         .args(["-l", path.to_str().unwrap(), "-l", &address.to_string()])
         .args(["-l", dir.join("m").to_str().unwrap()])
-        .args(["--fdname=one:two:three", WALVISOR, "serve", "nbd"])
+        .args(["-l", dir.join("v").to_str().unwrap()])
+        .args(["--fdname=one:two:three:four", WALVISOR, "serve", "nbd"])
+        .args(["--disk", "path=c.img,door=vhost-user,socket=v"])
         // One disk names its socket by a relative path.
         .args(["--disk", "path=a.img,socket=s", "--disk"])
         .arg(format!("path=b.img,port={}", address.port()))
@@ -53,10 +57,16 @@ fn systemd_starts_the_daemon_when_a_client_comes() {
         .stdin(Stdio::null());
     // The daemon prints nothing before a client connects.
     let daemon = Daemon::start_as(dir, &mut command, 0);
-    wait_until("the socket", || path.exists());
+    let places = [path, dir.join("m"), dir.join("v")];
+    wait_until("the sockets", || places.iter().all(|place| place.exists()));
     let size = |uri: &str| client(dir, "nbdinfo", &["--size", uri]);
     assert_eq!(size("nbd+unix:///?socket=s").trim(), "1048576");
     assert_eq!(size(&format!("nbd://{address}")).trim(), "2097152");
+    let mut front_end = Client::connect(&places[2], 1);
+    assert_eq!(front_end.capacity(), 8192);
+    front_end.write(0, 0, 4096, &[7; 4096]);
+    front_end.finish(0, 1);
+    drop(front_end);
     let mut scraper = UnixStream::connect(dir.join("m")).unwrap();
     scraper.write_all(b"GET /metrics HTTP/1.0\r\n\r\n").unwrap();
     let mut answer = String::new();
@@ -65,7 +75,7 @@ fn systemd_starts_the_daemon_when_a_client_comes() {
     let errors = daemon.stop();
     assert!(!errors.contains("walvisor:"), "{errors}");
     // systemd removes the sockets, not the daemon.
-    assert!(path.exists() && dir.join("m").exists());
+    assert!(places.iter().all(|place| place.exists()));
 }
 
 #[test]

@@ -1,28 +1,31 @@
 //! `walvisor ctl` and daemons with clients.
 
 use std::fs;
+use std::io::Write;
 use std::path::Path;
-use std::process::Command;
 use std::thread;
-use std::time::{Duration, Instant, SystemTime};
+use std::time::{Duration, SystemTime};
 
+use rustix::net::{RecvFlags, recv};
+use rustix::process::Signal;
 use serde_json::{Value, json};
-use walvisor_testkit::nbd::{FLUSH, READ, RawClient, WRITE};
+use walvisor_storage::{StoreOptions, create_disk};
+use walvisor_testkit::nbd::{FLUSH, PAYLOAD_LEN, READ, RawClient, WRITE, extended_request};
 use walvisor_testkit::{MemoryFs, wait_until};
 
 use super::vhost_user::FrontEnd;
-use super::{Daemon, MIB, WALVISOR, create, noise, text, walvisor};
-use walvisor_storage::{StoreOptions, create_disk};
+use super::{
+    Daemon, MIB, create, ctl, ctl_refused, errors, metric, noise, serve_telling, succeed, told,
+};
 
 /// Replies of this kind and above are errors.
 const FAILED: u16 = 1 << 15;
 
-/// The output of `walvisor ctl ctl --json WORDS`.
+/// Waits until a daemon ends by itself, with status 0 and without a word.
 #[track_caller]
-pub fn ctl(dir: &Path, words: &str) -> Value {
-    let output = walvisor(dir, &format!("ctl ctl --json {words}"));
-    assert!(output.status.success(), "{words}: {}", text(&output.stderr));
-    serde_json::from_slice(&output.stdout).unwrap()
+fn ends(mut daemon: Daemon) {
+    let status = daemon.child.wait().unwrap();
+    assert_eq!((status.code(), daemon.errors().as_str()), (Some(0), ""));
 }
 
 /// What a change is answered with, for people: a line.
@@ -32,7 +35,7 @@ fn each_change_tells_people_in_a_line() {
     let dir = dir.path();
     create(dir, "disk.img", "1M");
     create(dir, "b.img", "1M --log disk.img.wal");
-    let mut daemon = Daemon::start(
+    let daemon = Daemon::start(
         dir,
         "--control ctl --disk-dir . --disk path=disk.img,socket=s,retain=all",
     );
@@ -117,17 +120,45 @@ fn each_change_tells_people_in_a_line() {
         ("checkpoint", "no disks"),
         ("shutdown", "shutting down"),
     ] {
-        let output = walvisor(dir, &format!("ctl ctl {words}"));
-        assert!(output.status.success(), "{words}: {}", text(&output.stderr));
-        let told = text(&output.stdout);
+        if words == "set-retain 5M" {
+            wrong_words_are_refused(dir);
+        }
+        let told = told(dir, words);
         if line.ends_with(" since 2") {
             assert!(told.starts_with(line), "{words}: {told}");
         } else {
             assert_eq!(told, format!("{line}\n"), "{words}");
         }
     }
-    let status = daemon.child.wait().unwrap();
-    assert_eq!((status.code(), daemon.errors().as_str()), (Some(0), ""));
+    ends(daemon);
+}
+
+/// Names, amounts and texts that are none, of a daemon with the snapshot `three`.
+fn wrong_words_are_refused(dir: &Path) {
+    for (words, part) in [
+        ("snapshot three", "exists already"),
+        ("snapshot a:b", "is not a valid name for a snapshot"),
+        (
+            "snapshot-delete two",
+            "no snapshot 'two': the log has three",
+        ),
+        (
+            "set-retain much",
+            "is not an amount of history: give off, all, a time such as 24h",
+        ),
+        ("set-retain 24", "'24' is not an amount of history"),
+        (
+            "mark \u{1b}[2J",
+            "is not a valid text for a mark: give one line of 1 to 256 bytes",
+        ),
+        ("restore --at lsn:1", "walvisor ctl SOCKET pause"),
+        (
+            "export -o out --at lsn:99",
+            "can't be brought back to lsn:99",
+        ),
+    ] {
+        ctl_refused(dir, words, &[part]);
+    }
 }
 
 #[test]
@@ -135,11 +166,9 @@ fn nbd_clients_are_paused_and_see_a_longer_disk() {
     let dir = tempfile::tempdir().unwrap();
     let dir = dir.path();
     create(dir, "disk.img", "1M");
-    let mut daemon = Daemon::start(dir, "--control ctl --disk path=disk.img,socket=s");
+    let daemon = Daemon::start(dir, "--control ctl --disk path=disk.img,socket=s");
     let mut client = RawClient::extended(&dir.join("s"));
-    client.request(0, WRITE, 1, 0, 4096);
-    client.send(&[7; 4096]);
-    assert!(client.reply().kind < FAILED);
+    client.write(1, 0, &[7; 4096]);
 
     assert_eq!(ctl(dir, "pause"), json!({ "state": "paused" }));
     assert_eq!(ctl(dir, "pause"), json!({ "state": "paused" }));
@@ -147,8 +176,8 @@ fn nbd_clients_are_paused_and_see_a_longer_disk() {
     // A client that connects meanwhile can do its handshake, and its request waits like the others.
     let mut other = RawClient::extended(&dir.join("s"));
     other.request(0, READ, 3, 0, 4096);
-    thread::sleep(Duration::from_millis(50));
-    let stats = ctl(dir, "stats --json");
+    assert!(!is_answered(&client));
+    let stats = ctl(dir, "stats");
     assert_eq!(
         (&stats["kind"], &stats["state"]),
         (&json!("nbd"), &json!("paused"))
@@ -161,25 +190,19 @@ fn nbd_clients_are_paused_and_see_a_longer_disk() {
     assert_eq!(ctl(dir, "resume"), json!({ "state": "running" }));
     assert!(client.reply().kind < FAILED);
     assert!(other.reply().kind < FAILED);
-    assert_eq!(ctl(dir, "stats --json")["disks"][0]["requests"], 3);
+    assert_eq!(ctl(dir, "stats")["disks"][0]["requests"], 3);
 
     let name = disk["name"].as_str().unwrap();
     let grown = ctl(dir, &format!("resize --disk {name} --size 4M"));
     assert_eq!(grown["size_bytes"], 4 * MIB);
     // A connected client can access the new sectors, and a new connection learns the new size.
-    client.request(0, WRITE, 4, 4 * MIB - 4096, 4096);
-    client.send(&[8; 4096]);
-    assert!(client.reply().kind < FAILED);
-    let set = ctl(dir, "set-cache writethrough");
-    assert_eq!(set["cache"], "writethrough");
-    assert_eq!(ctl(dir, "set-cache writeback")["cache"], "writeback");
+    client.write(4, 4 * MIB - 4096, &[8; 4096]);
     ctl(dir, "checkpoint");
     let image = fs::read(dir.join("disk.img")).unwrap();
     assert_eq!(image.len() as u64, 4 * MIB);
     assert!(image[..4096] == [7; 4096] && image[4 * MIB as usize - 4096..] == [8; 4096]);
-    let text = walvisor(dir, "ctl ctl stats --prometheus").stdout;
-    let text = super::text(&text);
-    assert_eq!(super::metric(&text, "walvisor_block_writes_total"), 2);
+    let text = told(dir, "stats --prometheus");
+    assert_eq!(metric(&text, "walvisor_block_writes_total"), 2);
     let counted = |operation: &str| {
         let labels =
             format!("disk=\"{name}\",transport=\"nbd\",queue=\"0\",operation=\"{operation}\"");
@@ -192,16 +215,14 @@ fn nbd_clients_are_paused_and_see_a_longer_disk() {
         [Some(1), Some(2), Some(1), None]
     );
     assert!(text.contains("walvisor_log_group_size_bucket{"), "{text}");
-    let latency = &ctl(dir, "stats --json")["disks"][0]["latency"];
+    let latency = &ctl(dir, "stats")["disks"][0]["latency"];
     assert_eq!(latency["write"]["count"], 2);
     assert!(latency["write"]["p50_us"].as_u64() <= latency["write"]["p99_us"].as_u64());
 
     assert_eq!(ctl(dir, "shutdown"), json!({}));
-    let status = daemon.child.wait().unwrap();
-    assert_eq!((status.code(), daemon.errors().as_str()), (Some(0), ""));
+    ends(daemon);
     assert!(!dir.join("ctl").exists() && !dir.join("s").exists());
-    let info = walvisor(dir, "disk info --json disk.img").stdout;
-    let info: Value = serde_json::from_slice(&info).unwrap();
+    let info: Value = serde_json::from_str(&succeed(dir, "disk info --json disk.img")).unwrap();
     assert_eq!(
         (&info["size_bytes"], &info["log"]["records"]),
         (&json!(4 * MIB), &json!(0))
@@ -214,8 +235,7 @@ fn stats_list_each_log_once_and_each_disks_cache_mode_and_condition() {
     let dir = tempfile::tempdir().unwrap();
     let dir = dir.path();
     for name in ["a.img", "b.img"] {
-        let made = walvisor(dir, &format!("disk create {name} --size 1M --log both"));
-        assert!(made.status.success(), "{}", text(&made.stderr));
+        create(dir, name, "1M --log both");
     }
     create(dir, "c.img", "1M");
     fs::write(dir.join("d.img"), noise(1 << 20)).unwrap();
@@ -226,9 +246,9 @@ fn stats_list_each_log_once_and_each_disks_cache_mode_and_condition() {
     let mut client = RawClient::extended(&dir.join("a"));
     client.write(1, 0, &[7; 4096]);
     client.flush(2);
-    let stats = ctl(dir, "stats --json");
+    let stats = ctl(dir, "stats");
     let logs = stats["logs"].as_array().unwrap();
-    let told: Vec<_> = logs
+    let found: Vec<_> = logs
         .iter()
         .map(|log| {
             (
@@ -239,14 +259,14 @@ fn stats_list_each_log_once_and_each_disks_cache_mode_and_condition() {
         })
         .collect();
     assert_eq!(
-        told,
+        found,
         [
             ("both", &json!(["a.img", "b.img"]), &json!(1)),
             ("c.img.wal", &json!(["c.img"]), &json!(0)),
         ]
     );
-    let told: Vec<_> = stats["disks"].as_array().unwrap().iter().collect();
-    for (disk, (name, cache, log)) in told.into_iter().zip([
+    let disks = stats["disks"].as_array().unwrap();
+    for (disk, (name, cache, log)) in disks.iter().zip([
         ("a.img", "writeback", json!("both")),
         ("c.img", "unsafe", json!("c.img.wal")),
         ("d.img", "writethrough", Value::Null),
@@ -258,7 +278,7 @@ fn stats_list_each_log_once_and_each_disks_cache_mode_and_condition() {
         );
         assert_eq!(disk["condition"], json!({ "name": "ok" }));
     }
-    let table = text(&walvisor(dir, "ctl ctl stats").stdout);
+    let table = told(dir, "stats");
     let is_head = |line: &&str| {
         ["log ", "disk "]
             .iter()
@@ -275,7 +295,7 @@ fn stats_list_each_log_once_and_each_disks_cache_mode_and_condition() {
         "disk d.img",
     ];
     assert_eq!(heads, expected, "{table}");
-    let prometheus = text(&walvisor(dir, "ctl ctl stats --prometheus").stdout);
+    let prometheus = told(dir, "stats --prometheus");
     for line in [
         "walvisor_log_flushes_total{log=\"both\"} 1",
         "walvisor_disk_info{disk=\"b.img\",transport=\"nbd\",cache=\"writethrough\",log=\"both\"} 1",
@@ -290,75 +310,18 @@ fn stats_list_each_log_once_and_each_disks_cache_mode_and_condition() {
     ctl(dir, "set-cache writethrough --disk a.img");
     let set = ctl(dir, "set-cache writethrough --disk c.img");
     assert_eq!(set["cache"], "unsafe");
-    let stats = ctl(dir, "stats --json");
+    let stats = ctl(dir, "stats");
     let caches = [0, 1].map(|disk| stats["disks"][disk]["cache"].as_str().unwrap());
     assert_eq!(caches, ["writethrough", "unsafe"]);
     drop(client);
     assert_eq!(daemon.stop(), "");
 }
 
-/// A disk whose image's file system is full says so, and since when, until there is space.
+/// A disk whose image's file system is full says so, and since when, until there is space. With
+/// on-full=pause writes wait for that, and no wait holds up the end.
 #[test]
-fn stats_report_a_disk_without_space_until_it_has_some() {
-    let Some(small) = MemoryFs::tmpfs("size=2m") else {
-        return;
-    };
-    let dir = tempfile::tempdir().unwrap();
-    let dir = dir.path();
-    let image = small.path().join("disk.img");
-    let image = image.to_str().unwrap();
-    create(dir, image, "16M --log log");
-    let daemon = Daemon::start(
-        dir,
-        &format!("--control ctl --disk path={image},log=log,socket=s,serial=one"),
-    );
-    let mut client = RawClient::extended(&dir.join("s"));
-    for number in 0..16 {
-        client.write(number, number << 20, &noise(1 << 20));
-    }
-    client.flush(16);
-    let checkpoint = walvisor(dir, "ctl ctl checkpoint");
-    assert_eq!(checkpoint.status.code(), Some(1));
-    let condition = || ctl(dir, "stats --json")["disks"][0]["condition"].clone();
-    let began = Instant::now();
-    let wait_for = |name: &str| wait_until(name, || condition()["name"] == name);
-    wait_for("no_space");
-    let told = condition();
-    assert!(
-        told["error"].as_str().unwrap().contains("disk.img"),
-        "{told}"
-    );
-    assert_eq!(told["refuses_writes"], false);
-    let since = Duration::from_micros(told["since_unix_us"].as_u64().unwrap());
-    let age = SystemTime::UNIX_EPOCH.elapsed().unwrap() - since;
-    assert!(age <= began.elapsed() + Duration::from_secs(120), "{age:?}");
-    let table = text(&walvisor(dir, "ctl ctl stats").stdout);
-    assert!(
-        table.contains(", no space for ") && table.contains(" s, writes go on: "),
-        "{table}"
-    );
-    let prometheus = text(&walvisor(dir, "ctl ctl stats --prometheus").stdout);
-    for line in [
-        "walvisor_disk_condition{disk=\"one\",transport=\"nbd\",condition=\"no_space\"} 1",
-        "walvisor_disk_refuses_writes{disk=\"one\",transport=\"nbd\"} 0",
-        &format!(
-            "walvisor_disk_trouble_since_seconds{{disk=\"one\",transport=\"nbd\"}} {}",
-            since.as_secs()
-        ),
-    ] {
-        assert!(prometheus.contains(line), "{line}:\n{prometheus}");
-    }
-    small.remount("size=64m");
-    wait_for("ok");
-    drop(client);
-    let errors = daemon.stop();
-    assert!(errors.contains("No space left"), "{errors}");
-}
-
-/// With on-full=pause writes wait for space, which the statistics tell, and no wait holds up the
-/// end.
-#[test]
-fn requests_wait_for_space_with_on_full_pause() {
+fn stats_tell_of_a_disk_without_space_until_it_has_some() {
+    const LENGTH: u64 = MIB / 4;
     let Some(small) = MemoryFs::tmpfs("size=2m") else {
         return;
     };
@@ -371,74 +334,83 @@ fn requests_wait_for_space_with_on_full_pause() {
         ..StoreOptions::default()
     };
     create_disk(&image, 32 * MIB, &dir.join("log"), &options).unwrap();
-    let image_path = image.display();
-    let disk = format!("path={image_path},log=log,socket=s,serial=one,on-full=pause");
-    const WRITES: u64 = 64;
-    const LENGTH: u64 = MIB / 4;
-    let write_all = |client: &mut RawClient| {
-        for number in 0..WRITES {
-            client.request(0, WRITE, number, number * LENGTH, LENGTH);
-            client.send(&noise(LENGTH as usize));
-        }
-    };
-    let wait_for = |name: &str, pauses: bool| {
-        let began = Instant::now();
-        loop {
-            let told = ctl(dir, "stats --json")["disks"][0]["condition"].clone();
-            if told["name"] == name && told["pauses_writes"] == json!(pauses) {
-                return;
-            }
-            assert!(began.elapsed() < Duration::from_secs(120), "{told}");
-            thread::sleep(Duration::from_millis(20));
-        }
-    };
-    let told = || fs::read_to_string(dir.join("errors")).unwrap();
-    for end in [false, true] {
-        let errors = fs::File::create(dir.join("errors")).unwrap();
-        let mut command = Command::new(WALVISOR);
-        command.args(["serve", "nbd", "--control", "ctl", "--disk", &disk]);
-        let mut daemon = Daemon::start_telling(dir, &mut command, errors.into(), 1);
-        let client = RawClient::extended(&dir.join("s"));
+    let arguments = format!(
+        "nbd --control ctl --disk path={},log=log,socket=s,serial=one,on-full=pause",
+        image.display()
+    );
+    let began = SystemTime::now();
+    for (round, writes) in (0_u64..).zip([64, 128]) {
+        let mut daemon = serve_telling(dir, &arguments, 1);
+        let mut client = RawClient::extended(&dir.join("s"));
         // A second descriptor of the connection: the requests are more than the socket's buffers
         // hold.
         let mut sender = RawClient {
             socket: client.socket.try_clone().unwrap(),
         };
-        let mut client = client;
         let sending = thread::spawn(move || {
-            write_all(&mut sender);
+            let data = noise(LENGTH as usize);
+            for number in 0..writes {
+                let at = number % 128 * LENGTH;
+                let request = extended_request(PAYLOAD_LEN, WRITE, number, at, LENGTH);
+                // The daemon's end ends this too.
+                if sender
+                    .socket
+                    .write_all(&[&request, &data[..]].concat())
+                    .is_err()
+                {
+                    break;
+                }
+            }
         });
-        wait_for("no_space", true);
+        let condition = || ctl(dir, "stats")["disks"][0]["condition"].clone();
+        wait_until("the condition", || {
+            let told = condition();
+            told["name"] == "no_space" && told["pauses_writes"] == json!(true)
+        });
         // The keeper says so with its next attempt.
-        wait_until("its line", || told().contains("wait until there is space"));
-        let table = text(&walvisor(dir, "ctl ctl stats").stdout);
+        wait_until("its line", || {
+            errors(dir).contains("wait until there is space")
+        });
+        let table = told(dir, "stats");
         assert!(table.contains(", paused: no space for "), "{table}");
-        if end {
-            daemon.signal(rustix::process::Signal::TERM);
-            let status = daemon.child.wait().unwrap();
-            assert_eq!(status.code(), Some(1), "{}", told());
-            let _ = sending.join();
-            continue;
+        if round == 1 {
+            daemon.signal(Signal::TERM);
+            assert_eq!(daemon.child.wait().unwrap().code(), Some(1));
+            sending.join().unwrap();
+            break;
+        }
+        let condition = condition();
+        let error = condition["error"].as_str().unwrap();
+        assert!(error.contains("disk.img"), "{error}");
+        let since = Duration::from_micros(condition["since_unix_us"].as_u64().unwrap());
+        let times = [began, SystemTime::now()];
+        let times = times.map(|time| time.duration_since(SystemTime::UNIX_EPOCH).unwrap());
+        // The clock of the disk's log may differ a little.
+        let around = times[0] - Duration::from_secs(1)..times[1] + Duration::from_secs(1);
+        assert!(around.contains(&since), "{since:?}: {around:?}");
+        let prometheus = told(dir, "stats --prometheus");
+        for (name, more, value) in [
+            ("condition", ",condition=\"no_space\"", 1),
+            ("pauses_writes", "", 1),
+            ("refuses_writes", "", 0),
+            ("trouble_since_seconds", "", since.as_secs()),
+        ] {
+            let line =
+                format!("walvisor_disk_{name}{{disk=\"one\",transport=\"nbd\"{more}}} {value}\n");
+            assert!(prometheus.contains(&line), "{line}:\n{prometheus}");
         }
         small.remount("size=64m");
-        for _ in 0..WRITES {
-            assert!(client.reply().kind < FAILED);
-        }
-        client.flush(WRITES);
+        (0..writes).for_each(|_| assert!(client.reply().kind < FAILED));
+        client.flush(writes);
         sending.join().unwrap();
+        let condition = || ctl(dir, "stats")["disks"][0]["condition"].clone();
+        wait_until("its end", || condition()["name"] == "ok");
         drop(client);
         daemon.stop();
         // Once more, with an image that can't grow.
-        let file = fs::File::options().write(true).open(&image).unwrap();
-        rustix::fs::fallocate(
-            &file,
-            rustix::fs::FallocateFlags::PUNCH_HOLE | rustix::fs::FallocateFlags::KEEP_SIZE,
-            0,
-            32 * MIB,
-        )
-        .unwrap();
-        small.remount("size=2m");
+        small.remount("size=17m");
     }
+    assert!(errors(dir).contains("No space left"), "{}", errors(dir));
 }
 
 #[test]
@@ -446,17 +418,16 @@ fn a_paused_nbd_server_ends_and_is_resumed_by_whoever_shuts_it_down() {
     let dir = tempfile::tempdir().unwrap();
     let dir = dir.path();
     create(dir, "disk.img", "1M");
-    for end in ["signal", "shutdown"] {
-        let mut daemon = Daemon::start(dir, "--control ctl --disk path=disk.img,socket=s");
+    for by_signal in [true, false] {
+        let daemon = Daemon::start(dir, "--control ctl --disk path=disk.img,socket=s");
         let mut client = RawClient::extended(&dir.join("s"));
         ctl(dir, "pause");
         client.request(0, FLUSH, 1, 0, 0);
-        if end == "shutdown" {
-            ctl(dir, "shutdown");
-            let status = daemon.child.wait().unwrap();
-            assert_eq!((status.code(), daemon.errors().as_str()), (Some(0), ""));
-        } else {
+        if by_signal {
             assert_eq!(daemon.stop(), "");
+        } else {
+            ctl(dir, "shutdown");
+            ends(daemon);
         }
     }
 }
@@ -467,11 +438,11 @@ fn vhost_user_disks_are_paused_and_grow() {
     let dir = dir.path();
     create(dir, "disk.img", "1M");
     let arguments = "--control ctl --disk path=disk.img,socket=s,queues=2";
-    let mut daemon = Daemon::start_door(dir, "vhost-user", arguments);
+    let daemon = Daemon::start_door(dir, "vhost-user", arguments);
     // Pauses work without a front-end, twice, and with one.
     for _ in 0..2 {
         assert_eq!(ctl(dir, "pause"), json!({ "state": "paused" }));
-        assert_eq!(ctl(dir, "stats --json")["state"], "paused");
+        assert_eq!(ctl(dir, "stats")["state"], "paused");
         assert_eq!(ctl(dir, "resume"), json!({ "state": "running" }));
     }
     let mut front_end = FrontEnd::connect(&dir.join("s"));
@@ -485,99 +456,87 @@ fn vhost_user_disks_are_paused_and_grow() {
     assert_eq!(front_end.capacity(), 2 * MIB / 512);
     ctl(dir, "resume");
     ctl(dir, "shutdown");
-    let status = daemon.child.wait().unwrap();
-    assert_eq!((status.code(), daemon.errors().as_str()), (Some(0), ""));
+    ends(daemon);
 }
 
-/// Sends `count` reads at once and asserts that exactly `expected` of them are answered; then
-/// removes the limit and asserts that the rest are answered too.
-fn limited(dir: &Path, count: u64, expected: u64) {
-    let mut client = RawClient::extended(&dir.join("s"));
-    for cookie in 0..count {
-        client.request(0, READ, cookie, cookie * 4096, 4096);
-    }
-    for cookie in 0..expected {
-        assert_eq!(client.reply().cookie, cookie);
-    }
-    let wait = Some(Duration::from_millis(100));
-    client.socket.set_read_timeout(wait).unwrap();
+/// Whether there is a reply to read already.
+fn is_answered(client: &RawClient) -> bool {
     let mut byte = [0];
-    let more = client.socket.peek_one(&mut byte);
-    assert!(!more, "more than {expected} went at once");
-    let wait = Some(Duration::from_secs(120));
-    client.socket.set_read_timeout(wait).unwrap();
-    ctl(dir, "set-limit --ops-per-second 0 --bytes-per-second 0");
-    for cookie in expected..count {
-        assert_eq!(client.reply().cookie, cookie);
-    }
+    recv(
+        &client.socket,
+        &mut byte[..],
+        RecvFlags::PEEK | RecvFlags::DONTWAIT,
+    )
+    .is_ok()
 }
 
-/// Tells whether there is a byte to read before the time-out.
-trait PeekOne {
-    fn peek_one(&self, byte: &mut [u8; 1]) -> bool;
-}
-
-impl PeekOne for std::os::unix::net::UnixStream {
-    fn peek_one(&self, byte: &mut [u8; 1]) -> bool {
-        rustix::net::recv(self, &mut byte[..], rustix::net::RecvFlags::PEEK).is_ok()
-    }
-}
-
+/// A limit of a byte per second holds a read back for more than an hour. It is lifted, or ends with
+/// a pause, a removal or the daemon.
 #[test]
-fn limits_throttle_requests_and_can_be_lifted() {
+fn limits_throttle_requests_and_delay_nothing_else() {
     let dir = tempfile::tempdir().unwrap();
     let dir = dir.path();
     create(dir, "disk.img", "1M");
+    create(dir, "other.img", "1M");
+    let disk = |name: &str, limit: &str| format!("--disk path={name},socket=s,serial={limit}");
     let daemon = Daemon::start(
         dir,
-        "--control ctl --disk path=disk.img,socket=s,ops-per-second=1,ops-burst=7",
+        &format!(
+            "--control ctl {},ops-per-second=1,ops-burst=7 {},bytes-per-second=1,bytes-burst=4K",
+            disk("disk.img", "ops"),
+            disk("other.img", "bytes")
+        ),
     );
-    let stats = ctl(dir, "stats --json");
-    assert_eq!(stats["disks"][0]["limits"]["ops_burst"], 7);
-    ctl(dir, "set-limit --bytes-per-second 1 --bytes-burst 16K");
-    limited(dir, 20, 4);
-    ctl(dir, "set-limit --bytes-per-second 1 --bytes-burst 32K");
-    limited(dir, 20, 8);
+    let limits = |disk: usize| ctl(dir, "stats")["disks"][disk]["limits"].clone();
+    assert_eq!(limits(0)["ops_burst"], 7);
+    let mut ops = RawClient::extended_to(&dir.join("s"), "ops");
+    let ask = |client: &mut RawClient| {
+        for cookie in 0..20 {
+            client.request(0, READ, cookie, cookie * 4096, 4096);
+        }
+    };
+    let answers = |client: &mut RawClient, cookies: std::ops::Range<u64>| {
+        for cookie in cookies {
+            assert_eq!(client.reply().cookie, cookie);
+        }
+    };
+    for blocks in [4, 8] {
+        let burst = blocks * 4096;
+        let limit = format!("set-limit --disk ops --bytes-per-second 1 --bytes-burst {burst}");
+        ctl(dir, &limit);
+        ask(&mut ops);
+        answers(&mut ops, 0..blocks);
+        // A request and its answer later.
+        ctl(dir, "stats");
+        assert!(!is_answered(&ops), "more than {blocks} went at once");
+        let lifted = "set-limit --disk ops --ops-per-second 0 --bytes-per-second 0";
+        ctl(dir, lifted);
+        answers(&mut ops, blocks..20);
+    }
     // A new limit starts with a full bucket, and clients that stay below a limit are not held back.
-    ctl(dir, "set-limit --ops-per-second 100000");
-    let mut client = RawClient::extended(&dir.join("s"));
-    for cookie in 0..50 {
-        client.request(0, READ, cookie, 0, 4096);
-        assert_eq!(client.reply().cookie, cookie);
-    }
-    drop(client);
-    assert_eq!(daemon.stop(), "");
-}
+    ctl(dir, "set-limit --disk ops --ops-per-second 100000");
+    ask(&mut ops);
+    answers(&mut ops, 0..20);
 
-#[test]
-fn limits_delay_neither_a_pause_nor_shutdown() {
-    let dir = tempfile::tempdir().unwrap();
-    let dir = dir.path();
-    create(dir, "disk.img", "1M");
-    // The limit would hold the second read back for more than an hour.
-    let limits = "bytes-per-second=1,bytes-burst=4K";
-    let mut daemon = Daemon::start(
-        dir,
-        &format!("--control ctl --disk path=disk.img,socket=s,{limits}"),
-    );
-    let mut client = RawClient::extended(&dir.join("s"));
-    for cookie in 0..4 {
-        client.request(0, READ, cookie, 0, 4096);
-    }
-    assert_eq!(client.reply().cookie, 0);
+    let mut bytes = RawClient::extended_to(&dir.join("s"), "bytes");
+    ask(&mut bytes);
+    answers(&mut bytes, 0..1);
     ctl(dir, "pause");
-    for cookie in 1..4 {
-        assert_eq!(client.reply().cookie, cookie);
-    }
-    let stats = ctl(dir, "stats --json");
-    let burst = &stats["disks"][0]["limits"]["bytes_burst"];
-    assert_eq!(*burst, json!(4096), "the limits are as they were");
+    answers(&mut bytes, 1..20);
+    assert_eq!(
+        limits(1)["bytes_burst"],
+        4096,
+        "the limits are as they were"
+    );
     ctl(dir, "resume");
-    for cookie in 4..8 {
-        client.request(0, READ, cookie, 0, 4096);
-    }
-    assert_eq!(client.reply().cookie, 4);
+    ask(&mut bytes);
+    answers(&mut bytes, 0..1);
+    assert_eq!(ctl(dir, "remove-disk bytes")["image"], "complete");
+    assert!(bytes.is_closed());
+    let limit = "set-limit --disk ops --bytes-per-second 1 --bytes-burst 4K";
+    ctl(dir, limit);
+    ask(&mut ops);
+    answers(&mut ops, 0..1);
     ctl(dir, "shutdown");
-    let status = daemon.child.wait().unwrap();
-    assert_eq!((status.code(), daemon.errors().as_str()), (Some(0), ""));
+    ends(daemon);
 }

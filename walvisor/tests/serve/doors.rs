@@ -3,41 +3,22 @@
 
 use std::fs;
 use std::path::Path;
-use std::process::Stdio;
-use std::thread;
-use std::time::{Duration, Instant};
+use std::process::Command;
 
 use rustix::process::Signal;
 use serde_json::{Value, json};
-use walvisor_testkit::nbd::{FLUSH, RawClient};
+use walvisor_testkit::nbd::RawClient;
 use walvisor_testkit::wait_until;
 use walvisor_tests::run_sessions;
 
-use super::control::ctl;
 use super::vhost_user::Client;
-use super::{Daemon, WALVISOR, create, text, walvisor};
-
-/// Runs `walvisor`, which must fail with `status` and one line on stderr that has `part`.
-#[track_caller]
-fn refused(dir: &Path, arguments: &str, status: i32, part: &str) {
-    let output = walvisor(dir, arguments);
-    let error = text(&output.stderr);
-    assert_eq!(output.status.code(), Some(status), "{arguments}: {error}");
-    let one_line = error.lines().count() == 1;
-    assert!(one_line && error.contains(part), "{arguments}: {error}");
-}
-
-/// Starts `walvisor serve` with disks of any doors.
-fn serve(dir: &Path, arguments: &str) -> Daemon {
-    let mut command = std::process::Command::new(WALVISOR);
-    command.arg("serve").args(arguments.split_whitespace());
-    command.stdin(Stdio::null());
-    let count = arguments.matches("path=").count();
-    Daemon::start_as(dir, &mut command, count)
-}
+use super::{
+    Daemon, WALVISOR, create, ctl, ctl_refused, disk_names, errors, refused, serve, serve_telling,
+    succeed,
+};
 
 /// Reads a block over vhost-user.
-fn read(client: &mut Client, offset: u64) -> Vec<u8> {
+fn read_block(client: &mut Client, offset: u64) -> Vec<u8> {
     client.read(0, 0, offset, 4096);
     client.finish(0, 1);
     client.data(0, 4096)
@@ -56,7 +37,7 @@ fn disks_behind_two_doors_share_a_log_and_its_syncs() {
     }
     let disks = "--disk path=guest,log=log,door=vhost-user,socket=v --disk \
         path=export,log=log,door=nbd,socket=n";
-    let daemon = serve(dir, disks);
+    let daemon = serve(dir, disks, 2);
     assert!(daemon.uris[0].ends_with("/v"), "{:?}", daemon.uris);
     assert!(daemon.uris[1].starts_with("nbd+unix:///export?socket="));
     let mut guest = Client::connect(&dir.join("v"), 1);
@@ -70,10 +51,10 @@ fn disks_behind_two_doors_share_a_log_and_its_syncs() {
     drop(guest);
 
     // Either disk alone opens the log, and the other's records wait in it.
-    let daemon = serve(dir, &format!("{disks} --control ctl --disk-dir ."));
+    let daemon = serve(dir, &format!("{disks} --control ctl --disk-dir ."), 2);
     let mut guest = Client::connect(&dir.join("v"), 1);
-    assert_eq!(read(&mut guest, 4096), [1; 4096]);
-    let stats = ctl(dir, "stats --json");
+    assert_eq!(read_block(&mut guest, 4096), [1; 4096]);
+    let stats = ctl(dir, "stats");
     assert_eq!(stats["kind"], "serve");
     let disks = stats["disks"].as_array().unwrap();
     let transports: Vec<_> = disks.iter().map(|disk| disk["transport"].clone()).collect();
@@ -86,7 +67,7 @@ fn disks_behind_two_doors_share_a_log_and_its_syncs() {
     let added = ctl("add-disk path=export,log=log,door=vhost-user,socket=w");
     assert_eq!(added["disk"], "export");
     let mut export = Client::connect(&dir.join("w"), 1);
-    assert_eq!(read(&mut export, 8192), [2; 4096]);
+    assert_eq!(read_block(&mut export, 8192), [2; 4096]);
     drop(export);
     assert_eq!(ctl("remove-disk export")["image"], "complete");
     ctl("add-disk path=export,log=log,door=nbd,socket=n");
@@ -103,9 +84,7 @@ fn disks_behind_two_doors_share_a_log_and_its_syncs() {
         ),
         ("path=guest,log=log,door=nbd,queues=2", "queues= is for"),
     ] {
-        let output = walvisor(dir, &format!("ctl ctl add-disk {spec}"));
-        let error = text(&output.stderr);
-        assert!(error.contains(part), "{spec}: {error}");
+        ctl_refused(dir, &format!("add-disk {spec}"), &[part]);
     }
     assert_eq!(daemon.stop(), "");
     assert_eq!(contents(dir, "guest")[4096..8192], [1; 4096]);
@@ -113,52 +92,6 @@ fn disks_behind_two_doors_share_a_log_and_its_syncs() {
     for socket in ["v", "w", "n", "ctl"] {
         assert!(!dir.join(socket).exists(), "{socket}");
     }
-}
-
-/// A group waits for two FLUSHes, up to a second. Both doors flush at the same time, a hundred
-/// times in all.
-#[test]
-fn flushes_of_two_doors_end_with_one_sync() {
-    const ROUNDS: u64 = 50;
-    let dir = tempfile::tempdir().unwrap();
-    let dir = dir.path();
-    for disk in ["guest", "export"] {
-        create(dir, disk, "4M --log log");
-    }
-    let of_log = "log=log,commit-wait-count=2,commit-wait-usec=1000000";
-    let daemon = serve(
-        dir,
-        &format!(
-            "--control ctl --disk path=guest,{of_log},door=vhost-user,socket=v \
-             --disk path=export,{of_log},door=nbd,socket=n"
-        ),
-    );
-    let syncs = || {
-        ctl(dir, "stats --json")["logs"][0]["syncs"]
-            .as_u64()
-            .unwrap()
-    };
-    let mut guest = Client::connect(&dir.join("v"), 1);
-    let mut export = RawClient::extended_to(&dir.join("n"), "export");
-    let before = syncs();
-    for number in 0..ROUNDS {
-        guest.write(0, 0, number * 4096, &[1; 4096]);
-        guest.finish(0, 1);
-        export.write(0, number * 4096, &[2; 4096]);
-        guest.flush(0, 0);
-        guest.kick(0);
-        export.request(0, FLUSH, 1, 0, 0);
-        guest.finish(0, 1);
-        assert_eq!(export.reply().kind, 0);
-    }
-    let made = syncs() - before;
-    assert!(
-        (1..ROUNDS + ROUNDS / 5).contains(&made),
-        "{made} syncs for {} FLUSHes",
-        2 * ROUNDS
-    );
-    drop(guest);
-    assert_eq!(daemon.stop(), "");
 }
 
 #[test]
@@ -181,21 +114,11 @@ fn serve_nbd_sets_the_door_of_disks_that_name_none() {
 /// Waits until the daemon serves these disks.
 #[track_caller]
 fn serves(dir: &Path, names: &[&str]) {
-    let began = Instant::now();
-    loop {
-        let stats = ctl(dir, "stats --json");
-        let disks = stats["disks"].as_array().unwrap().clone();
-        let mut found: Vec<_> = disks
-            .iter()
-            .map(|disk| disk["name"].as_str().unwrap())
-            .collect();
+    wait_until("the disks", || {
+        let mut found = disk_names(dir);
         found.sort_unstable();
-        if found == names {
-            return;
-        }
-        assert!(began.elapsed() < Duration::from_secs(120), "{found:?}");
-        thread::sleep(Duration::from_millis(10));
-    }
+        found == names
+    });
 }
 
 #[test]
@@ -217,30 +140,19 @@ fn a_pool_file_is_read_again_on_sighup() {
         fs::rename(dir.join("new"), dir.join("pool.toml")).unwrap();
     };
     write(&format!("{defaults}{a}{b}"));
-    let checked = walvisor(dir, "config check pool.toml --json");
-    let checked: Value = serde_json::from_slice(&checked.stdout).unwrap();
+    let checked = succeed(dir, "config check pool.toml --json");
+    let checked: Value = serde_json::from_str(&checked).unwrap();
     assert_eq!(checked, json!({ "file": "pool.toml", "disks": 2 }));
     // A reader that closes the pipe is no error.
     let (reader, writer) = std::io::pipe().unwrap();
     drop(reader);
-    let mut check = std::process::Command::new(WALVISOR);
+    let mut check = Command::new(WALVISOR);
     check
         .args(["config", "check", "pool.toml"])
         .current_dir(dir);
     assert!(check.stdout(writer).status().unwrap().success());
 
-    let errors = fs::File::create(dir.join("errors")).unwrap();
-    let mut command = std::process::Command::new(WALVISOR);
-    command.args([
-        "serve",
-        "--config",
-        "pool.toml",
-        "--control",
-        "ctl",
-        "--disk-dir",
-        ".",
-    ]);
-    let daemon = Daemon::start_telling(dir, command.stdin(Stdio::null()), errors.into(), 2);
+    let daemon = serve_telling(dir, "--config pool.toml --control ctl --disk-dir .", 2);
     serves(dir, &["a", "b"]);
     let mut kept = RawClient::extended_to(&dir.join("n"), "a");
     kept.write(0, 0, &[5; 512]);
@@ -255,10 +167,7 @@ fn a_pool_file_is_read_again_on_sighup() {
     drop(client);
 
     // A file that is wrong changes nothing, and neither do other keys of a disk that is served.
-    let told = |part: &str| {
-        let errors = || fs::read_to_string(dir.join("errors")).unwrap();
-        wait_until(part, || errors().contains(part));
-    };
+    let told = |part: &str| wait_until(part, || errors(dir).contains(part));
     write("[[disk]]\npath = 'a'\ncashe = 1\n");
     daemon.signal(Signal::HUP);
     told("unknown key 'cashe'");
@@ -294,7 +203,8 @@ fn a_pool_file_is_read_again_on_sighup() {
         ),
     ] {
         write(text);
-        refused(dir, "config check pool.toml", 1, part);
+        refused(dir, "config check pool.toml", 1, &[part]);
     }
-    refused(dir, "config check none.toml", 1, "none.toml: No such file");
+    let none = ["none.toml: No such file"];
+    refused(dir, "config check none.toml", 1, &none);
 }

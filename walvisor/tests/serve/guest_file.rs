@@ -3,13 +3,10 @@
 use std::fs;
 use std::path::Path;
 
-use walvisor_storage::{ImageFormat, StoreOptions, default_log_dir, import_disk_as};
 use walvisor_testkit::nbd::RawClient;
-use walvisor_testkit::process::client;
 use walvisor_tests::have;
 
-use super::control::ctl;
-use super::{Daemon, text, walvisor};
+use super::{Daemon, client, ctl, refused, succeed};
 
 /// An ext4 of 8 MiB with this file.
 fn ext4(dir: &Path, notes: &str) -> Vec<u8> {
@@ -31,21 +28,7 @@ fn a_file_comes_out_of_a_disk_that_is_written() {
     let dir = dir.path();
     let [first, second] = ["one", "the second"].map(|notes| ext4(dir, notes));
     fs::write(dir.join("raw"), &first).unwrap();
-    let (disk, raw, options) = (
-        dir.join("disk.img"),
-        dir.join("raw"),
-        StoreOptions::default(),
-    );
-    let log = default_log_dir(&disk);
-    import_disk_as(
-        &disk,
-        &raw,
-        ImageFormat::Raw,
-        &log,
-        &options,
-        &mut |_, _| {},
-    )
-    .unwrap();
+    succeed(dir, "disk import disk.img raw");
     let daemon = "--control ctl --disk path=disk.img,socket=s,retain=all";
     let _daemon = Daemon::start(dir, daemon);
     let mut guest = RawClient::extended(&dir.join("s"));
@@ -88,19 +71,12 @@ fn a_file_comes_out_of_a_disk_that_is_written() {
         ("--at newest", 1, "is in use"),
         ("--disk other --at newest --file /notes -o out", 1, "other"),
     ] {
-        let output = walvisor(dir, &format!("ctl ctl restore {words}"));
-        let error = text(&output.stderr);
-        assert_eq!(output.status.code(), Some(status), "{words}: {error}");
-        assert!(error.contains(why), "{words}: {error}");
+        refused(dir, &format!("ctl ctl restore {words}"), status, &[why]);
         assert!(!dir.join("out").exists());
     }
     // Whoever asks for the disk's file is told where to ask.
-    let output = walvisor(
-        dir,
-        "disk restore disk.img --at newest --file /notes -o out",
-    );
-    let error = text(&output.stderr);
     let socket = dir.join("ctl").display().to_string();
     let ask = format!("ask it: walvisor ctl {socket} restore --file PATH --at AT -o NEW");
-    assert!(error.contains(&ask), "{error}");
+    let restore = "disk restore disk.img --at newest --file /notes -o out";
+    refused(dir, restore, 1, &[&ask]);
 }

@@ -4,7 +4,6 @@ use std::fs;
 use std::net::TcpListener;
 use std::os::unix::fs::PermissionsExt;
 use std::os::unix::net::UnixListener;
-use std::path::Path;
 use std::process::{Command, Stdio};
 
 use rustix::process::Signal;
@@ -12,23 +11,7 @@ use walvisor_testkit::nbd::{READ, RawClient, WRITE};
 use walvisor_testkit::wait_until;
 use walvisor_tests::{have_python, run_sessions};
 
-use super::{Daemon, WALVISOR, create, text, walvisor};
-
-/// Asserts exit `status` and one line on stderr with each of `parts`.
-#[track_caller]
-fn refused(dir: &Path, arguments: &str, status: i32, parts: &[&str]) {
-    let output = walvisor(dir, arguments);
-    let error = text(&output.stderr);
-    assert_eq!(output.status.code(), Some(status), "{arguments}: {error}");
-    assert_eq!(error.lines().count(), 1, "{arguments}: {error}");
-    for part in parts {
-        assert!(
-            error.contains(part),
-            "{arguments}: {part:?} is missing: {error}"
-        );
-    }
-    assert_eq!(text(&output.stdout), "");
-}
+use super::{Daemon, WALVISOR, create, read, refused, succeed};
 
 #[test]
 fn sockets_are_private_and_gone_at_the_end() {
@@ -61,38 +44,27 @@ fn sockets_are_private_and_gone_at_the_end() {
     assert_eq!(daemon.stop(), "");
 }
 
-/// The state of seccomp in each thread of a daemon: 0 is none, 2 is a filter.
-fn filters(daemon: &Daemon) -> Vec<String> {
-    let tasks = fs::read_dir(format!("/proc/{}/task", daemon.child.id())).unwrap();
-    let of = |task: fs::DirEntry| {
-        let status = fs::read_to_string(task.path().join("status")).unwrap();
-        let mut lines = status.lines();
-        let state = lines.find_map(|line| line.strip_prefix("Seccomp:"));
-        state.expect("a kernel with seccomp").trim().to_owned()
-    };
-    tasks.map(|task| of(task.unwrap())).collect()
-}
-
 #[test]
 fn every_thread_is_restricted() {
     let dir = tempfile::tempdir().unwrap();
     let dir = dir.path();
     create(dir, "disk.img", "1M");
+    // 0 is no filter, 2 is one.
     for (option, state) in [("", "2"), ("--seccomp off", "0"), ("--seccomp log", "2")] {
-        let daemon = Daemon::start(dir, &format!("--disk path=disk.img,socket=s {option}"));
-        let mut client = RawClient::extended(&dir.join("s"));
-        client.request(0, READ, 1, 0, 4096);
-        assert_eq!(client.reply().kind, 1);
-        // The main thread, a listener, a client's thread, and those of the log.
-        let filters = filters(&daemon);
-        assert!(filters.len() >= 4, "{filters:?}");
-        assert!(filters.iter().all(|found| found == state), "{filters:?}");
-        assert_eq!(daemon.stop(), "");
-        let arguments = format!("--disk path=disk.img,socket=s {option}");
-        let daemon = Daemon::start_door(dir, "vhost-user", &arguments);
-        let filters = self::filters(&daemon);
-        assert!(filters.iter().all(|found| found == state), "{filters:?}");
-        assert_eq!(daemon.stop(), "");
+        for door in ["nbd", "vhost-user"] {
+            let arguments = format!("--disk path=disk.img,socket=s {option}");
+            let daemon = Daemon::start_door(dir, door, &arguments);
+            let client = (door == "nbd").then(|| {
+                let mut client = RawClient::extended(&dir.join("s"));
+                read(&mut client, 0, 4096);
+                client
+            });
+            // The main thread, a listener, a client's thread, and those of the log.
+            let filters = daemon.child.thread_status("Seccomp:");
+            assert!(client.is_none() || filters.len() >= 4, "{filters:?}");
+            assert!(filters.iter().all(|found| found == state), "{filters:?}");
+            assert_eq!(daemon.stop(), "");
+        }
     }
 }
 
@@ -129,8 +101,7 @@ fn a_restricted_daemon_does_without_io_uring_too() {
         client.write(piece, piece * data.len() as u64, &data);
         client.flush(piece);
     }
-    client.request(0, READ, 99, 100 << 20, 4 << 20);
-    assert!(client.reply().data[8..] == data);
+    assert!(read(&mut client, 100 << 20, 4 << 20) == data);
     let opened = format!("/proc/{}/fd", daemon.child.id());
     for opened in fs::read_dir(opened).unwrap() {
         // It may have been closed meanwhile.
@@ -200,13 +171,9 @@ fn a_close_without_time_says_what_it_leaves() {
     ];
     assert!(parts.iter().all(|part| left.contains(part)), "{left}");
     assert_eq!(fs::read(dir.join("disk.img")).unwrap(), [0; 1 << 20]);
-    let info = text(&walvisor(dir, "disk info disk.img").stdout);
+    let info = succeed(dir, "disk info disk.img");
     assert!(info.contains("1 records, 8 KiB"), "{info}");
-    let output = walvisor(dir, "disk checkpoint disk.img");
-    assert_eq!(
-        (output.status.code(), text(&output.stderr)),
-        (Some(0), String::new())
-    );
+    succeed(dir, "disk checkpoint disk.img");
     let image = fs::read(dir.join("disk.img")).unwrap();
     assert_eq!(image[4096..12288], [7; 8192]);
 }

@@ -4,7 +4,6 @@
 mod activation;
 mod clients;
 mod control;
-mod crash;
 mod documents;
 mod doors;
 mod export;
@@ -37,7 +36,13 @@ mod tracepoints;
 mod vhost_user;
 mod without_log;
 
-use walvisor_testkit::process::{client, create, foreign, run_client, text, walvisor};
+use std::fs;
+use std::path::Path;
+use std::process::{Command, Stdio};
+
+use serde_json::Value;
+use walvisor_testkit::nbd::{READ, RawClient};
+use walvisor_testkit::process::{client, create, foreign, run_client, succeed, text, walvisor};
 use walvisor_testkit::{Daemon, noise};
 
 const WALVISOR: &str = env!("CARGO_BIN_EXE_walvisor");
@@ -54,4 +59,83 @@ fn metric(text: &str, name: &str) -> u64 {
         .unwrap_or_else(|| panic!("{name} is missing:\n{text}"))
         .parse()
         .unwrap()
+}
+
+/// Starts `walvisor serve` with these arguments, and waits until its `disks` are served.
+#[track_caller]
+fn serve(dir: &Path, arguments: &str, disks: usize) -> Daemon {
+    Daemon::start_as(dir, &mut serve_command(arguments), disks)
+}
+
+/// The same, for a daemon whose errors the test reads while it runs, from the file `errors`.
+#[track_caller]
+fn serve_telling(dir: &Path, arguments: &str, disks: usize) -> Daemon {
+    let errors = fs::File::create(dir.join("errors")).unwrap();
+    Daemon::start_telling(dir, &mut serve_command(arguments), errors.into(), disks)
+}
+
+fn serve_command(arguments: &str) -> Command {
+    let mut command = Command::new(WALVISOR);
+    command.arg("serve").args(arguments.split_whitespace());
+    command.stdin(Stdio::null());
+    command
+}
+
+/// What the daemon of [`serve_telling`] has said so far.
+fn errors(dir: &Path) -> String {
+    fs::read_to_string(dir.join("errors")).unwrap()
+}
+
+/// Asserts that `walvisor` ends with `status` and one line on stderr that has each of `parts`.
+/// Returns that line.
+#[track_caller]
+fn refused(dir: &Path, arguments: &str, status: i32, parts: &[&str]) -> String {
+    let output = walvisor(dir, arguments);
+    let error = text(&output.stderr);
+    assert_eq!(output.status.code(), Some(status), "{arguments}: {error}");
+    assert_eq!(error.lines().count(), 1, "{arguments}: {error}");
+    for part in parts {
+        assert!(
+            error.contains(part),
+            "{arguments}: {part:?} is missing: {error}"
+        );
+    }
+    assert_eq!(text(&output.stdout), "", "{arguments}");
+    error
+}
+
+/// The same for a request to the daemon at the control socket `ctl`.
+#[track_caller]
+fn ctl_refused(dir: &Path, words: &str, parts: &[&str]) -> String {
+    refused(dir, &format!("ctl ctl {words}"), 1, parts)
+}
+
+/// The answer of the daemon at the control socket `ctl`.
+#[track_caller]
+fn ctl(dir: &Path, words: &str) -> Value {
+    serde_json::from_str(&told(dir, &format!("--json {words}"))).unwrap()
+}
+
+/// The same as people read it.
+#[track_caller]
+fn told(dir: &Path, words: &str) -> String {
+    succeed(dir, &format!("ctl ctl {words}"))
+}
+
+/// The names of the disks that the daemon at `ctl` serves.
+fn disk_names(dir: &Path) -> Vec<String> {
+    let stats = ctl(dir, "stats");
+    let disks = stats["disks"].as_array().unwrap().iter();
+    let names = disks.map(|disk| disk["name"].as_str().unwrap().to_owned());
+    names.collect()
+}
+
+/// Bytes of a disk.
+#[track_caller]
+fn read(client: &mut RawClient, offset: u64, length: u64) -> Vec<u8> {
+    client.request(0, READ, 9, offset, length);
+    let reply = client.reply();
+    assert_eq!((reply.kind, reply.cookie), (1, 9));
+    // The offset comes before the data.
+    reply.data[8..].to_vec()
 }

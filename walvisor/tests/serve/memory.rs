@@ -9,7 +9,7 @@ use std::process::{Command, Stdio};
 
 use walvisor_testkit::nbd::{FLUSH, PAYLOAD_LEN, READ, RawClient, SimpleClient, WRITE, request};
 
-use super::{Daemon, MIB, WALVISOR, create, text, walvisor};
+use super::{Daemon, MIB, WALVISOR, create, refused, succeed};
 
 /// What an NBD client may ask for.
 const LONGEST: u64 = 32 * MIB;
@@ -50,7 +50,7 @@ impl Drop for Cgroup {
 }
 
 /// The most memory that the daemon had resident so far, in bytes.
-fn peak(daemon: &Daemon) -> u64 {
+pub(super) fn peak(daemon: &Daemon) -> u64 {
     let status = fs::read_to_string(format!("/proc/{}/status", daemon.child.id())).unwrap();
     let line = status.lines().find_map(|line| line.strip_prefix("VmHWM:"));
     let kib: u64 = line
@@ -157,9 +157,9 @@ fn clients_that_take_all_memory_leave_the_daemon_and_others_alive() {
     victim.write(1, 16 << 20, &large);
     victim.request(0, READ, 2, 16 << 20, large.len() as u64);
     assert!(victim.reply().data[8..] == large);
-    let stats = walvisor(dir, "ctl c stats");
-    println!("{}", text(&stats.stdout));
-    assert!(text(&stats.stdout).contains(" of 192 MiB\n"));
+    let stats = succeed(dir, "ctl c stats");
+    println!("{stats}");
+    assert!(stats.contains(" of 192 MiB\n"));
     let peak = peak(&daemon);
     println!(
         "at most {} MiB resident, in a cgroup: {}",
@@ -176,55 +176,38 @@ fn clients_that_take_all_memory_leave_the_daemon_and_others_alive() {
     assert!(errors.contains(told), "{errors}");
 }
 
+/// So do disks in memory, and the checksums of the history that a log may keep.
 #[test]
-fn a_limit_that_is_too_small_for_the_disks_is_refused() {
+fn disks_need_memory_of_the_limit() {
     let dir = tempfile::tempdir().unwrap();
     let dir = dir.path();
     create(dir, "a.img", "1M");
-    let serve = "serve nbd --disk path=a.img,socket=s";
-    let refused = walvisor(dir, &format!("{serve} --memory-limit 16M"));
-    assert_eq!(refused.status.code(), Some(2));
-    let told = text(&refused.stderr);
-    let begin = "walvisor: --memory-limit 16M: the process and its disks need ";
-    assert!(told.starts_with(begin), "{told}");
-    let least = told[begin.len()..].split(':').next().unwrap();
-    let arguments = format!("--disk path=a.img,socket=s --memory-limit {least}");
-    assert_eq!(Daemon::start(dir, &arguments).stop(), "");
-}
-
-/// Disks in memory, and the checksums of the history that a log may keep.
-#[test]
-fn disks_in_memory_and_history_count_in_the_limit() {
-    let dir = tempfile::tempdir().unwrap();
-    let dir = dir.path();
-    create(dir, "a.img", "1M");
-    let refused = walvisor(
-        dir,
-        "serve nbd --disk backend=ram,size=64M,socket=r --memory-limit 64M",
-    );
-    assert_eq!(refused.status.code(), Some(2));
-    let told = text(&refused.stderr);
-    let begin = "walvisor: --memory-limit 64M: the process and its disks need ";
-    assert!(told.starts_with(begin), "{told}");
-    let arguments = "--disk path=a.img,socket=s --control c --memory-limit 128M \
-                     --disk backend=ram,size=8M,socket=r";
-    let daemon = Daemon::start(dir, arguments);
+    let disk = "--disk path=a.img,socket=s";
+    for (disks, limit) in [
+        (disk, "16M"),
+        ("--disk backend=ram,size=64M,socket=r", "64M"),
+    ] {
+        let begin = format!("walvisor: --memory-limit {limit}: the process and its disks need ");
+        let serve = format!("serve nbd {disks} --memory-limit {limit}");
+        let told = refused(dir, &serve, 2, &[&begin]);
+        let least = told[begin.len()..].split(':').next().unwrap();
+        let arguments = format!("{disks} --memory-limit {least}");
+        assert_eq!(Daemon::start(dir, &arguments).stop(), "");
+    }
+    let ram = "--disk backend=ram,size=8M,socket=r";
+    let arguments = format!("{disk} {ram} --control c --memory-limit 128M");
+    let daemon = Daemon::start(dir, &arguments);
     let used = || {
-        let stats = walvisor(dir, "ctl c stats --json");
-        let stats: serde_json::Value = serde_json::from_slice(&stats.stdout).unwrap();
+        let stats: serde_json::Value =
+            serde_json::from_str(&succeed(dir, "ctl c stats --json")).unwrap();
         stats["memory"]["used_bytes"].as_u64().unwrap()
     };
     let before = used();
-    let kept = walvisor(dir, "ctl c set-retain 10G --disk a.img");
-    assert!(kept.status.success(), "{}", text(&kept.stderr));
+    succeed(dir, "ctl c set-retain 10G --disk a.img");
     let more = used() - before;
     assert!((10 << 20..12 << 20).contains(&more), "{more} bytes");
-    let refused = walvisor(dir, "ctl c set-retain 200G --disk a.img");
-    let told = text(&refused.stderr);
-    assert!(
-        told.contains("more memory than is free: retain less"),
-        "{told}"
-    );
+    let too_much = "ctl c set-retain 200G --disk a.img";
+    refused(dir, too_much, 1, &["more memory than is free: retain less"]);
     assert!(used() - before == more);
     assert_eq!(daemon.stop(), "");
 }

@@ -7,7 +7,6 @@ use std::net::{Shutdown, TcpListener, TcpStream};
 use std::os::unix::fs::PermissionsExt;
 use std::os::unix::net::UnixStream;
 use std::path::Path;
-use std::process::{Command, Stdio};
 use std::time::Duration;
 
 use rustix::process::Signal;
@@ -18,9 +17,8 @@ use walvisor_testkit::process::Process;
 use walvisor_testkit::wait_until;
 use walvisor_tests::{have, metrics_complaints};
 
-use super::control::ctl;
 use super::vhost_user::Client;
-use super::{Daemon, WALVISOR, create, foreign, text, walvisor};
+use super::{Daemon, client, create, ctl, errors, foreign, refused, serve, serve_telling};
 
 const PAGES: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/../docs/operations/prometheus");
 
@@ -44,16 +42,12 @@ fn worked(dir: &Path, address: &str) -> Daemon {
     create(dir, "b.img", "1M --log a.img.wal");
     fs::create_dir(dir.join("archive")).unwrap();
     let arguments = format!(
-        "serve --disk path=a.img,door=nbd,socket=n,archive=file://{} --disk \
+        "--disk path=a.img,door=nbd,socket=n,archive=file://{} --disk \
          path=b.img,log=a.img.wal,door=vhost-user,socket=v --metrics-listen {address} --control \
          ctl",
         dir.join("archive").display()
     );
-    let mut command = Command::new(WALVISOR);
-    command
-        .args(arguments.split_whitespace())
-        .stdin(Stdio::null());
-    let daemon = Daemon::start_as(dir, &mut command, 2);
+    let daemon = serve(dir, &arguments, 2);
     let mut client = RawClient::extended_to(&dir.join("n"), "a.img");
     client.write(1, 0, &[1; 4096]);
     client.flush(2);
@@ -108,11 +102,7 @@ fn prometheus_and_the_dashboard_find_what_they_ask_for() {
     let config = page("prometheus.yml").replace("127.0.0.1:9790", &address);
     assert!(config.contains(&address), "{config}");
     fs::write(dir.join("prometheus.yml"), config.replace("15s", "1s")).unwrap();
-    let checked = foreign(dir, "promtool")
-        .args(["check", "config", "prometheus.yml"])
-        .output()
-        .unwrap();
-    assert!(checked.status.success(), "{}", text(&checked.stderr));
+    client(dir, "promtool", &["check", "config", "prometheus.yml"]);
     let web = free_address();
     let mut prometheus = foreign(dir, "prometheus");
     prometheus.args(["--config.file=prometheus.yml", "--storage.tsdb.path=tsdb"]);
@@ -236,36 +226,23 @@ fn the_socket_of_the_metrics_is_one_of_the_daemons() {
     assert!(scrape().contains("walvisor_disk_info{disk=\"a.img\""));
     // What is served cannot be taken, and what a killed daemon has left can.
     create(dir, "b.img", "1M");
-    let other = walvisor(
-        dir,
-        "serve nbd --disk path=b.img,socket=o --metrics-listen unix:m",
-    );
-    let error = text(&other.stderr);
-    assert!(
-        error.contains("socket 'm': a server listens there"),
-        "{error}"
-    );
+    let other = "serve nbd --disk path=b.img,socket=o --metrics-listen unix:m";
+    refused(dir, other, 1, &["socket 'm': a server listens there"]);
     daemon.kill();
     // The child that removes names may be at it.
     let daemon = Daemon::start(dir, arguments);
     assert!(scrape().contains("walvisor_disk_info{disk=\"a.img\""));
     assert_eq!(daemon.stop(), "");
     assert!(!dir.join("m").exists() && !dir.join("n").exists());
-    for (address, part) in [
-        ("unix:", "'unix:' names no socket"),
-        ("9790", "'9790' is neither unix:PATH nor"),
-        ("127.0.0.1:0", "is neither"),
-        ("example.com:80", "is neither"),
-        ("unix:x/y", "No such file"),
+    for (address, status, part) in [
+        ("unix:", 2, "'unix:' names no socket"),
+        ("9790", 2, "'9790' is neither unix:PATH nor"),
+        ("127.0.0.1:0", 2, "is neither"),
+        ("example.com:80", 2, "is neither"),
+        ("unix:x/y", 1, "No such file"),
     ] {
         let words = format!("serve nbd --disk path=a.img,socket=n --metrics-listen {address}");
-        let refused = walvisor(dir, &words);
-        let error = text(&refused.stderr);
-        assert!(
-            !refused.status.success() && error.contains(part),
-            "{address}: {error}"
-        );
-        assert_eq!(error.lines().count(), 1, "{error}");
+        refused(dir, &words, status, &[part]);
         assert!(!dir.join("n").exists(), "{address}");
     }
 }
@@ -284,20 +261,15 @@ fn a_configuration_file_says_where_metrics_are() {
         fs::write(dir.join("pool.toml"), text).unwrap();
     };
     pool(&format!("localhost:{port}"));
-    let mut command = Command::new(WALVISOR);
-    let words = "serve --config pool.toml --metrics-listen unix:m";
-    command.args(words.split(' ')).stdin(Stdio::null());
-    let errors = dir.join("errors");
-    let told = fs::File::create(&errors).unwrap();
-    let daemon = Daemon::start_telling(dir, &mut command, told.into(), 1);
+    let arguments = "--config pool.toml --metrics-listen unix:m";
+    let daemon = serve_telling(dir, arguments, 1);
     let by_port = get(connect(&address), "/metrics").unwrap();
     let by_path = get(UnixStream::connect(dir.join("m")).unwrap(), "/metrics").unwrap();
     assert_eq!(by_port.lines().count(), by_path.lines().count());
     pool("localhost:1");
     daemon.signal(Signal::HUP);
     wait_until("the warning", || {
-        let told = fs::read_to_string(&errors).unwrap();
-        told.contains("metrics-listen has changed; it takes effect at the next start")
+        errors(dir).contains("metrics-listen has changed; it takes effect at the next start")
     });
     get(connect(&address), "/metrics").unwrap();
     assert_eq!(daemon.stop(), "");

@@ -4,10 +4,9 @@ use std::fs;
 use std::path::Path;
 
 use serde_json::{Value, json};
-use walvisor_testkit::nbd::{FLUSH, READ, RawClient};
+use walvisor_testkit::nbd::{FLUSH, RawClient};
 
-use super::control::ctl;
-use super::{Daemon, MIB, create, text, walvisor};
+use super::{Daemon, MIB, create, ctl, ctl_refused, read, refused, told};
 
 /// A daemon with the disks `vms/a` and `b` of 1 MiB on a log that keeps all history, and a client
 /// of each.
@@ -27,20 +26,6 @@ fn two_disks(dir: &Path) -> (Daemon, [RawClient; 2]) {
 fn commit(client: &mut RawClient, byte: u8) {
     client.write(1, 0, &[byte; 4096]);
     client.flush(2);
-}
-
-fn first_byte(client: &mut RawClient) -> u8 {
-    client.request(0, READ, 9, 0, 4096);
-    client.reply().data[8]
-}
-
-#[track_caller]
-fn refused(dir: &Path, words: &str) -> String {
-    let output = walvisor(dir, &format!("ctl ctl {words}"));
-    let error = text(&output.stderr);
-    assert_eq!(output.status.code(), Some(1), "{words}: {error}");
-    assert_eq!(error.lines().count(), 1, "{error}");
-    error
 }
 
 /// Each point of a disk is listed with what is typed for it, and is there.
@@ -79,26 +64,22 @@ fn each_listed_point_of_a_disk_in_use_comes_back() {
         (&answer["commits"], &answer["oldest"]["lsn"]),
         (&json!(4), &json!(0))
     );
+    let kinds = |answer: &Value| {
+        let points = answer["points"].as_array().unwrap().iter();
+        let kinds = points.map(|point| point["kind"].as_str().unwrap().to_owned());
+        kinds.collect::<Vec<_>>()
+    };
+    let (expected_kinds, bytes): (Vec<_>, Vec<_>) = expected.into_iter().unzip();
+    assert_eq!(kinds(&answer), expected_kinds);
     let points = answer["points"].as_array().unwrap();
-    let kinds: Vec<_> = points
-        .iter()
-        .map(|point| point["kind"].as_str().unwrap())
-        .collect();
-    assert_eq!(
-        kinds,
-        expected.iter().map(|(kind, _)| *kind).collect::<Vec<_>>()
-    );
     let at = |point: &Value| point["at"].as_str().unwrap().to_owned();
-    let listed = points
-        .iter()
-        .zip(&expected)
-        .map(|(point, (_, byte))| (at(point), *byte));
+    let listed = points.iter().map(at).zip(bytes);
     for (at, byte) in listed.chain([("lsn:0".to_owned(), 0)]) {
         ctl(dir, &format!("export --disk a --at {at} -o out --force"));
         assert_eq!(fs::read(dir.join("out")).unwrap()[0], byte, "{at}");
     }
     // The same for people, in lines that fit a terminal.
-    let table = text(&walvisor(dir, "ctl ctl points --disk a").stdout);
+    let table = told(dir, "points --disk a");
     for line in [
         "vms/a on the log log, retain=all\n",
         "the oldest point without a snapshot",
@@ -112,76 +93,40 @@ fn each_listed_point_of_a_disk_in_use_comes_back() {
         let first = format!("\n{} ", at(point));
         assert_eq!(table.matches(&first).count(), 1, "{first}: {table}");
     }
-    assert!(
-        table.lines().all(|line| line.chars().count() <= 120),
-        "{table}"
-    );
+    let fits = |line: &str| line.chars().count() <= 120;
+    assert!(table.lines().all(fits), "{table}");
     // The newest commits only; a mark stays.
     let few = ctl(dir, "points --disk a --newest 1");
-    let kinds: Vec<_> = few["points"]
-        .as_array()
-        .unwrap()
-        .iter()
-        .map(|point| &point["kind"])
-        .collect();
-    assert_eq!(kinds, ["mark", "snapshot", "commit"]);
+    assert_eq!(kinds(&few), ["mark", "snapshot", "commit"]);
     assert_eq!(few["commits"], 4);
-    let table = text(&walvisor(dir, "ctl ctl points --disk a --newest 1").stdout);
-    assert!(
-        table.ends_with("\n2 older commits are not shown: --newest N shows more\n"),
-        "{table}"
-    );
-    let usage = walvisor(dir, "ctl ctl points --newest 10001");
-    assert_eq!(usage.status.code(), Some(2));
+    let table = told(dir, "points --disk a --newest 1");
+    let rest = "\n2 older commits are not shown: --newest N shows more\n";
+    assert!(table.ends_with(rest), "{table}");
+    refused(dir, "ctl ctl points --newest 10001", 2, &[]);
     // What the table of snapshots tells.
-    let table = text(&walvisor(dir, "ctl ctl snapshots").stdout);
-    let cells: Vec<Vec<_>> = table
-        .lines()
-        .map(|line| line.split("  ").collect())
-        .collect();
-    assert_eq!(
-        (table.lines().count(), cells[0][0]),
-        (4, "retain=all"),
-        "{table}"
-    );
+    let table = told(dir, "snapshots");
+    let lines: Vec<_> = table.lines().collect();
     assert!(
-        cells[2][0].starts_with("two") && cells[3][0].starts_with("other"),
+        lines.len() == 4
+            && lines[0] == "retain=all"
+            && lines[2].starts_with("two")
+            && lines[3].starts_with("other"),
         "{table}"
     );
+    // The error for a time that the history does not reach says when it begins, and that is a
+    // point.
+    let error = ctl_refused(
+        dir,
+        "export --disk a --at -1d -o new",
+        &["the log has retain=all"],
+    );
+    let (_, rest) = error.split_once("and lsn:1 of cid:1, at ").expect(&error);
+    let at = rest.split_once(';').unwrap().0;
+    assert!(at.starts_with("time:2") && at.ends_with('Z'), "{at}");
+    ctl(dir, &format!("export --disk a --at {at} -o new"));
+    assert_eq!(fs::read(dir.join("new")).unwrap()[0], 1);
     drop(clients);
     assert_eq!(daemon.stop(), "");
-}
-
-/// The error for a time that the history does not reach says when it begins, and that is a point.
-#[test]
-fn an_error_about_a_time_tells_how_far_back_the_history_goes() {
-    let dir = tempfile::tempdir().unwrap();
-    let dir = dir.path();
-    let (daemon, mut clients) = two_disks(dir);
-    let error = refused(dir, "export --disk b --at -1d -o out");
-    assert!(
-        error.contains("there is only LSN 0, which the base image holds; the log has retain=all"),
-        "{error}"
-    );
-    commit(&mut clients[1], 7);
-    commit(&mut clients[1], 8);
-    let told = |error: &str| {
-        assert!(
-            error.trim_end().ends_with("; the log has retain=all"),
-            "{error}"
-        );
-        let (_, rest) = error.split_once("and lsn:1 of cid:1, at ").expect(error);
-        rest.split_once(';').unwrap().0.to_owned()
-    };
-    let error = refused(dir, "export --disk b --at -1d -o out");
-    let at = told(&error);
-    assert!(at.starts_with("time:2") && at.ends_with('Z'), "{at}");
-    ctl(dir, &format!("export --disk b --at {at} -o out"));
-    assert_eq!(fs::read(dir.join("out")).unwrap()[0], 7);
-    drop(clients);
-    daemon.stop();
-    let output = walvisor(dir, "disk restore b --log log --at -1d -o new");
-    assert_eq!(told(&text(&output.stderr)), at);
 }
 
 /// One disk is paused and restored while a client of another one on the same log goes on.
@@ -202,20 +147,19 @@ fn one_disk_is_paused_and_restored_while_another_goes_on() {
         [0, 1].map(|disk| stats["disks"][disk]["paused"].clone()),
         [json!(true), json!(false)]
     );
-    let table = text(&walvisor(dir, "ctl ctl stats").stdout);
+    let table = told(dir, "stats");
     assert!(table.contains("nbd, writeback, ok, paused\n"), "{table}");
     clients[0].request(0, FLUSH, 5, 0, 0);
     commit(&mut clients[1], 3);
-    let error = refused(dir, "restore --disk b --at cid:1");
-    assert!(error.contains("pause --disk b'"), "{error}");
+    ctl_refused(dir, "restore --disk b --at cid:1", &["pause --disk b'"]);
     assert_eq!(ctl(dir, "restore --disk vms/a --at cid:1")["disk"], "vms/a");
     // A pause of all, and its end, is one of this disk too.
     ctl(dir, "pause");
-    let error = refused(dir, "resume --disk b");
-    assert!(error.contains("all disks are paused"), "{error}");
+    ctl_refused(dir, "resume --disk b", &["all disks are paused"]);
     ctl(dir, "resume");
     assert_eq!(clients[0].reply().cookie, 5);
-    assert_eq!(clients.each_mut().map(first_byte), [1, 3]);
+    let first = clients.each_mut().map(|client| read(client, 0, 4096)[0]);
+    assert_eq!(first, [1, 3]);
     ctl(dir, "pause --disk b");
     clients[1].request(0, FLUSH, 6, 0, 0);
     commit(&mut clients[0], 4);
@@ -238,15 +182,17 @@ fn names_of_exports_and_of_the_only_log() {
     assert_eq!(ctl(dir, "snapshots")["retain"], "1h");
     ctl(dir, "snapshot now");
     ctl(dir, "snapshot-delete now");
-    assert!(refused(dir, "snapshot now --alone").contains("say which disk: vms/a, b"));
+    let which = "say which disk: vms/a, ";
+    ctl_refused(dir, "snapshot now --alone", &[&format!("{which}b")]);
     let grown = ctl(dir, "resize --disk a --size 2M");
     assert_eq!(
         grown,
         json!({ "disk": "vms/a", "old_size_bytes": MIB, "size_bytes": 2 * MIB })
     );
-    assert!(refused(dir, "resize --disk c --size 2M").contains("no disk 'c': there are vms/a, b"));
+    let none = "no disk 'c': there are vms/a, b";
+    ctl_refused(dir, "resize --disk c --size 2M", &[none]);
     ctl(dir, "look --disk a --socket l --keep");
-    let looks = text(&walvisor(dir, "ctl ctl looks").stdout);
+    let looks = told(dir, "looks");
     assert!(looks.lines().nth(1).unwrap().contains("vms/a"), "{looks}");
     assert_eq!(ctl(dir, "unlook a")["disk"], "vms/a");
     drop(clients);
@@ -257,7 +203,7 @@ fn names_of_exports_and_of_the_only_log() {
         dir,
         "--control ctl --disk path=vms/a,log=log,socket=s --disk path=a,socket=t",
     );
-    assert!(refused(dir, "snapshot now").contains("say which disk: vms/a, a"));
+    ctl_refused(dir, "snapshot now", &[&format!("{which}a")]);
     assert_eq!(ctl(dir, "resize --disk a --size 3M")["disk"], "a");
     daemon.stop();
 }

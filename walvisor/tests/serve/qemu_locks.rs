@@ -7,15 +7,10 @@ use std::process::Command;
 use walvisor_tests::{QemuNbd, have};
 
 use super::kill::StepProgram;
-use super::{Daemon, client, create, foreign, run_client, text, walvisor};
+use super::{Daemon, client, create, foreign, refused, run_client, succeed, text};
 
-/// Whether QEMU's programs are here.
-fn have_qemu() -> bool {
-    have("qemu-nbd", "qemu-utils") && have("qemu-system-x86_64", "qemu-system-x86")
-}
-
-/// The command for a QEMU whose guest never starts, with a disk.
-fn qemu_command(dir: &Path, drive: &str) -> Command {
+/// A QEMU whose guest never starts, with a disk.
+fn qemu(dir: &Path, drive: &str) -> Command {
     let mut command = foreign(dir, "qemu-system-x86_64");
     command
         .args(["-accel", "tcg", "-nodefaults", "-S", "-display", "none"])
@@ -24,30 +19,20 @@ fn qemu_command(dir: &Path, drive: &str) -> Command {
     command
 }
 
-/// QEMU, with the disk open.
-fn qemu(dir: &Path, drive: &str) -> StepProgram {
-    let mut qemu = StepProgram::start(&mut qemu_command(dir, drive));
-    qemu.wait_for("(qemu) ");
-    qemu
-}
-
 /// Asserts that `walvisor` refuses the image at `path` because of a program that uses it for
 /// `what`.
 #[track_caller]
-fn refused_here(dir: &Path, arguments: &str, path: &str, what: &str) {
-    let output = walvisor(dir, arguments);
-    let error = text(&output.stderr);
-    assert_eq!(output.status.code(), Some(1), "{arguments}: {error}");
-    assert_eq!(error.lines().count(), 1, "{arguments}: {error}");
+fn refused_here(dir: &Path, arguments: &[&String], path: &str, what: &str) {
+    let told = format!(
+        "{path}: QEMU, qemu-nbd or another program with QEMU's locks has it open for {what};"
+    );
     let parts = [
-        &format!(
-            "{path}: QEMU, qemu-nbd or another program with QEMU's locks has it open for {what};"
-        ),
+        &told,
         "end that program",
         &format!("'fuser -v {path}' names it"),
     ];
-    for part in parts {
-        assert!(error.contains(part), "{arguments}: {part}: {error}");
+    for arguments in arguments {
+        refused(dir, arguments, 1, &parts);
     }
 }
 
@@ -66,23 +51,77 @@ fn refused_there(mut command: Command) {
 /// Asserts that QEMU's programs refuse the image `path`, even for reading.
 #[track_caller]
 fn refused_by_qemu(dir: &Path, path: &str) {
-    let with = |program: &str, arguments: &str| {
+    let socket = dir.join("q").display().to_string();
+    for (program, arguments) in [
+        ("qemu-nbd", &*format!("-f raw -t -k {socket}")),
+        ("qemu-nbd", &format!("-r -f raw -t -k {socket}")),
+        ("qemu-img", "bench -f raw -c 1"),
+    ] {
         let mut command = foreign(dir, program);
         command.args(arguments.split_whitespace()).arg(path);
-        command
-    };
-    let socket = dir.join("q").display().to_string();
-    refused_there(with("qemu-nbd", &format!("-f raw -t -k {socket}")));
-    refused_there(with("qemu-nbd", &format!("-r -f raw -t -k {socket}")));
-    refused_there(with("qemu-io", "-f raw -c quit"));
-    refused_there(with("qemu-img", "bench -f raw -c 1"));
-    refused_there(with("qemu-img", "bench -w -f raw -c 1"));
-    refused_there(qemu_command(dir, &format!("file={path}")));
-    refused_there(qemu_command(dir, &format!("file={path},readonly=on")));
+        refused_there(command);
+    }
+    refused_there(qemu(dir, &format!("file={path},readonly=on")));
+}
+
+/// With an image at `path`, which has a log or not.
+fn share(dir: &Path, path: &str, has_log: bool) {
+    let disk = format!("path={path},backend=raw");
+    let serve = |disk: &str| format!("serve nbd --disk {disk},socket=w");
+    let (writer, reader) = (serve(&disk), serve(&format!("{disk},readonly=on")));
+    let import = format!("disk import new.img {path}");
+    let of_a_log = [
+        &serve(&format!("path={path}")),
+        &import,
+        &format!("disk resize {path} --size 2M"),
+        &format!("disk export other.img {path} --force"),
+    ];
+    // QEMU writes.
+    let nbd = QemuNbd::start(dir, path);
+    if has_log {
+        refused_here(dir, &of_a_log, path, "writing");
+    } else {
+        refused_here(dir, &[&writer, &reader], path, "writing");
+    }
+    drop(nbd);
+
+    // Walvisor writes.
+    for disk in &[&disk, &format!("path={path}")][..1 + usize::from(has_log)] {
+        let daemon = Daemon::start(dir, &format!("--disk {disk},socket=s"));
+        refused_by_qemu(dir, path);
+        daemon.kill();
+        // A kill releases the locks.
+        client(dir, "qemu-img", &["bench", "-f", "raw", "-c", "1", path]);
+    }
+    // The log of the daemon that was killed is closed.
+    if has_log {
+        succeed(dir, &format!("disk checkpoint {path}"));
+    }
+
+    // All read.
+    let readers = ["s", "t"].map(|socket| {
+        let disk = format!("--disk {disk},readonly=on,socket={socket}");
+        Daemon::start(dir, &disk)
+    });
+    let nbd = QemuNbd::start(dir, &format!("--read-only {path}"));
+    succeed(dir, &import);
+    refused_there(qemu(dir, &format!("file={path}")));
+    refused(dir, &writer, 1, &["already open elsewhere"]);
+    // The same with each side alone.
+    assert_eq!(readers.map(Daemon::stop), ["", ""]);
+    refused_here(dir, &[&writer], path, "reading");
+    drop(nbd);
+    let reader = Daemon::start(dir, &format!("--disk {disk},readonly=on,socket=s"));
+    refused_there(qemu(dir, &format!("file={path}")));
+    assert_eq!(reader.stop(), "");
+}
+
+fn have_qemu() -> bool {
+    have("qemu-nbd", "qemu-utils") && have("qemu-system-x86_64", "qemu-system-x86")
 }
 
 #[test]
-fn an_image_that_qemu_writes_is_refused_by_writers_and_readers() {
+fn an_image_is_shared_with_qemu_by_readers_only() {
     if !have_qemu() {
         return;
     }
@@ -90,94 +129,17 @@ fn an_image_that_qemu_writes_is_refused_by_writers_and_readers() {
     let dir = dir.path();
     create(dir, "disk.img", "1M");
     create(dir, "other.img", "1M");
-    let before = fs::read(dir.join("disk.img.wal/control")).unwrap();
-    let nbd = QemuNbd::start(dir, "disk.img");
-    for arguments in [
-        "serve nbd --disk path=disk.img,socket=s",
-        "serve nbd --disk path=disk.img,backend=raw,socket=s",
-        "serve nbd --disk path=disk.img,backend=raw,readonly=on,socket=s",
-        "serve vhost-user --disk path=disk.img,socket=s",
-    ] {
-        refused_here(dir, arguments, "disk.img", "writing");
-    }
-    drop(nbd);
-    let vm = qemu(dir, "file=disk.img");
-    for arguments in [
-        "serve nbd --disk path=disk.img,socket=s",
-        "disk check disk.img",
-        "disk export disk.img out",
-        "disk import new.img disk.img",
-        "disk resize disk.img --size 2M",
-        "disk export other.img disk.img --force",
-    ] {
-        refused_here(dir, arguments, "disk.img", "writing");
-    }
+    let control = || fs::read(dir.join("disk.img.wal/control")).unwrap();
+    let before = control();
+    let mut vm = StepProgram::start(&mut qemu(dir, "file=disk.img"));
+    // Its first prompt may come before it has opened the disk.
+    vm.say("info status");
+    vm.wait_for("VM status: paused");
+    let check = "disk check disk.img".to_owned();
+    refused_here(dir, &[&check], "disk.img", "writing");
     drop(vm);
-    let after = fs::read(dir.join("disk.img.wal/control")).unwrap();
-    assert!(before == after, "a refusal changes nothing");
-    let daemon = Daemon::start(dir, "--disk path=disk.img,socket=s");
-    assert_eq!(daemon.stop(), "");
-}
-
-#[test]
-fn qemu_refuses_an_image_that_is_open_for_writing_here() {
-    if !have_qemu() {
-        return;
-    }
-    let dir = tempfile::tempdir().unwrap();
-    let dir = dir.path();
-    create(dir, "disk.img", "1M");
-    for backend in ["wal", "raw"] {
-        let disk = format!("path=disk.img,backend={backend},socket=s");
-        let daemon = Daemon::start(dir, &format!("--disk {disk}"));
-        refused_by_qemu(dir, "disk.img");
-        assert_eq!(daemon.stop(), "");
-        client(
-            dir,
-            "qemu-img",
-            &["bench", "-f", "raw", "-c", "1", "disk.img"],
-        );
-    }
-    let daemon = Daemon::start_door(dir, "vhost-user", "--disk path=disk.img,socket=s");
-    refused_by_qemu(dir, "disk.img");
-    daemon.kill();
-    // A kill releases the locks.
-    drop(qemu(dir, "file=disk.img,readonly=on"));
-}
-
-#[test]
-fn readers_share_an_image_and_keep_writers_out() {
-    if !have_qemu() {
-        return;
-    }
-    let dir = tempfile::tempdir().unwrap();
-    let dir = dir.path();
-    create(dir, "disk.img", "1M");
-    let reader = "--disk path=disk.img,backend=raw,readonly=on,socket=";
-    let [first, second] = ["s", "t"].map(|at| Daemon::start(dir, &format!("{reader}{at}")));
-    let nbd = QemuNbd::start(dir, "--read-only disk.img");
-    let vm = qemu(dir, "file=disk.img,readonly=on");
-    for arguments in [
-        "disk check disk.img",
-        "disk export disk.img out",
-        "disk import new.img disk.img",
-    ] {
-        let output = walvisor(dir, arguments);
-        assert!(output.status.success(), "{}", text(&output.stderr));
-    }
-    refused_there(qemu_command(dir, "file=disk.img"));
-    let writer = "serve nbd --disk path=disk.img,backend=raw,socket=u";
-    let output = walvisor(dir, writer);
-    let error = text(&output.stderr);
-    assert!(error.contains("already open elsewhere"), "{error}");
-    // The same with each side alone.
-    assert_eq!([first.stop(), second.stop()], ["", ""]);
-    drop(vm);
-    refused_here(dir, writer, "disk.img", "reading");
-    drop(nbd);
-    let reader = Daemon::start(dir, &format!("{reader}s"));
-    refused_there(qemu_command(dir, "file=disk.img"));
-    assert_eq!(reader.stop(), "");
+    assert!(before == control(), "a refusal changes nothing");
+    share(dir, "disk.img", true);
 }
 
 /// A loop device. Dropping this detaches it.
@@ -190,7 +152,7 @@ impl Drop for LoopDevice {
 }
 
 #[test]
-fn block_devices_are_locked_in_the_same_way() {
+fn a_block_device_is_shared_with_qemu_by_readers_only() {
     if !have_qemu() || !have("losetup", "mount") {
         return;
     }
@@ -203,23 +165,5 @@ fn block_devices_are_locked_in_the_same_way() {
         return println!("skipped: no loop device: {}", text(&output.stderr));
     }
     let device = LoopDevice(text(&output.stdout).trim().to_owned());
-    let path = device.0.as_str();
-    let disk = format!("path={path},backend=raw");
-    let nbd = QemuNbd::start(dir, path);
-    for options in ["", ",readonly=on"] {
-        let serve = format!("serve nbd --disk {disk},socket=s{options}");
-        refused_here(dir, &serve, path, "writing");
-    }
-    let import = format!("disk import new.img {path}");
-    refused_here(dir, &import, path, "writing");
-    drop(nbd);
-    let daemon = Daemon::start(dir, &format!("--disk {disk},socket=s"));
-    refused_by_qemu(dir, path);
-    assert_eq!(daemon.stop(), "");
-    let [first, second] =
-        ["s", "t"].map(|at| Daemon::start(dir, &format!("--disk {disk},readonly=on,socket={at}")));
-    drop(QemuNbd::start(dir, &format!("--read-only {path}")));
-    let output = walvisor(dir, &import);
-    assert!(output.status.success(), "{}", text(&output.stderr));
-    assert_eq!([first.stop(), second.stop()], ["", ""]);
+    share(dir, &device.0, false);
 }

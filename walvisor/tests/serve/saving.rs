@@ -3,33 +3,17 @@
 use std::fs;
 use std::os::unix::fs::{FileTypeExt, PermissionsExt};
 use std::path::Path;
-use std::process::{Command, Stdio};
 
 use rustix::process::Signal;
 use serde_json::json;
 use walvisor_testkit::wait_until;
 
-use super::control::ctl;
 use super::vhost_user::Client;
-use super::{Daemon, WALVISOR, create, text, walvisor};
+use super::{Daemon, create, ctl, ctl_refused, disk_names, errors, serve_telling, told};
 
-/// Starts a daemon with the file `pool.toml` and waits until it serves so many disks. Its errors go
-/// to the file `errors`.
 fn start(dir: &Path, disks: usize) -> Daemon {
-    let errors = fs::File::create(dir.join("errors")).unwrap();
-    let mut command = Command::new(WALVISOR);
-    let words = "serve --config pool.toml --control ctl --disk-dir .";
-    command.args(words.split(' ')).stdin(Stdio::null());
-    Daemon::start_telling(dir, &mut command, errors.into(), disks)
-}
-
-fn names(dir: &Path) -> Vec<String> {
-    let stats = ctl(dir, "stats");
-    let disks = stats["disks"].as_array().unwrap();
-    let names = disks
-        .iter()
-        .map(|disk| disk["name"].as_str().unwrap().to_owned());
-    names.collect()
+    let arguments = "--config pool.toml --control ctl --disk-dir .";
+    serve_telling(dir, arguments, disks)
 }
 
 /// Disks come and go, and the file of the daemon says so once it is saved; all else in it stays.
@@ -46,10 +30,9 @@ fn disks_that_were_added_live_are_there_after_a_kill() {
     fs::write(dir.join("pool.toml"), format!("{rest}{b}")).unwrap();
     fs::set_permissions(dir.join("pool.toml"), fs::Permissions::from_mode(0o640)).unwrap();
     let daemon = start(dir, 2);
-    let saved = || text(&walvisor(dir, "ctl ctl save").stdout);
     let file = fs::canonicalize(dir).unwrap().join("pool.toml");
     let file = file.display();
-    assert_eq!(saved(), format!("{file}: nothing to save\n"));
+    assert_eq!(told(dir, "save"), format!("{file}: nothing to save\n"));
     ctl(dir, "add-disk path=c,door=vhost-user,log=log,socket=late");
     ctl(dir, "add-disk path=d,door=nbd,log=log,socket=n");
     ctl(dir, "remove-disk b");
@@ -68,29 +51,29 @@ fn disks_that_were_added_live_are_there_after_a_kill() {
         .permissions()
         .mode();
     assert_eq!(mode & 0o777, 0o640);
-    assert_eq!(saved(), format!("{file}: nothing to save\n"));
+    assert_eq!(told(dir, "save"), format!("{file}: nothing to save\n"));
     // The daemon serves what the file says.
     daemon.signal(Signal::HUP);
     ctl(dir, "mark read-again");
-    assert_eq!(names(dir), ["a", "c"]);
+    assert_eq!(disk_names(dir), ["a", "c"]);
     assert!(dir.join("late").metadata().unwrap().file_type().is_socket());
     // One more, of which the file knows nothing.
     let unsaved = "add-disk path=d,door=vhost-user,log=log,socket=later";
     ctl(dir, unsaved);
     daemon.kill();
-    assert_eq!(fs::read_to_string(dir.join("errors")).unwrap(), "");
+    assert_eq!(errors(dir), "");
     for socket in ["late", "later"] {
         assert!(dir.join(socket).exists(), "nobody removes it");
     }
     let daemon = start(dir, 2);
-    assert_eq!(names(dir), ["a", "c"]);
+    assert_eq!(disk_names(dir), ["a", "c"]);
     ctl(dir, unsaved);
     ctl(dir, "remove-disk d");
     assert_eq!(Client::connect(&dir.join("late"), 1).capacity(), 2048);
     // What the file has comes again.
     ctl(dir, "remove-disk a");
     daemon.signal(Signal::HUP);
-    wait_until("the disk comes again", || names(dir) == ["c", "a"]);
+    wait_until("the disk comes again", || disk_names(dir) == ["c", "a"]);
     assert_eq!(daemon.stop(), "");
     let leftover: Vec<_> = fs::read_dir(dir)
         .unwrap()
@@ -111,16 +94,7 @@ fn what_cannot_be_saved_is_one_line_and_changes_nothing() {
     for disk in ["a", "b"] {
         create(dir, disk, "1M");
     }
-    let refused = |part: &str| {
-        let output = walvisor(dir, "ctl ctl save");
-        let error = text(&output.stderr);
-        assert_eq!(
-            (output.status.code(), error.lines().count()),
-            (Some(1), 1),
-            "{error}"
-        );
-        assert!(error.contains(part), "{error}");
-    };
+    let refused = |part: &str| ctl_refused(dir, "save", &[part]);
     let daemon = Daemon::start(dir, "--control ctl --disk path=a,socket=n");
     refused("no configuration file to save to: start it with --config FILE");
     assert_eq!(daemon.stop(), "");
@@ -134,6 +108,6 @@ fn what_cannot_be_saved_is_one_line_and_changes_nothing() {
     refused("pool.toml: no disk: give a table");
     fs::remove_file(dir.join("pool.toml")).unwrap();
     refused("pool.toml: No such file");
-    assert_eq!(names(dir), ["a", "b"]);
+    assert_eq!(disk_names(dir), ["a", "b"]);
     daemon.stop();
 }

@@ -11,8 +11,7 @@ use walvisor_testkit::nbd::{BLOCK_STATUS, RawClient};
 use walvisor_testkit::{Process, wait_until};
 use walvisor_tests::have;
 
-use super::control::ctl;
-use super::{Daemon, WALVISOR, client, create, text, walvisor};
+use super::{Daemon, WALVISOR, client, create, ctl, ctl_refused, disk_names, told};
 
 /// No request takes this long.
 const LIMIT: Duration = Duration::from_secs(60);
@@ -26,8 +25,7 @@ pub(super) struct SlowFileSystem {
 impl SlowFileSystem {
     /// 16 MiB at `mountpoint/disk.img`. `None`: this machine has no FUSE, and `skipped: why` was
     /// printed.
-    /// `filters`: options of nbdkit that name filters, and then their parameters.
-    fn mount(mountpoint: &Path, filters: (&[&str], &[&str])) -> Option<Self> {
+    fn mount(mountpoint: &Path) -> Option<Self> {
         if !Path::new("/dev/fuse").exists() {
             println!("skipped: no /dev/fuse");
             return None;
@@ -41,9 +39,7 @@ impl SlowFileSystem {
             .args(["-o", "attr_timeout=0"])
             .arg(&image)
             .args(["--command", "nbdkit", "-s", "--exit-with-parent"])
-            .args(filters.0)
             .args(["memory", "16M"])
-            .args(filters.1)
             .stdin(Stdio::null());
         let fuse = Process::spawn(&mut command);
         let slow = Self {
@@ -63,8 +59,8 @@ impl SlowFileSystem {
         assert!(status.stopped(), "nbdfuse ended");
     }
 
-    /// Lets the program go on.
-    pub(super) fn go_on(&self) {
+    /// Lets the program run again.
+    pub(super) fn resume(&self) {
         self.fuse.signal(Signal::CONT);
     }
 }
@@ -86,16 +82,11 @@ impl Drop for SlowFileSystem {
 
 /// A file system as above. `None`: this machine has none, and `skipped: why` was printed.
 pub(super) fn mount(dir: &Path) -> Option<SlowFileSystem> {
-    mount_filtered(dir, (&[], &[]))
-}
-
-/// As [`mount`], with options of nbdkit that name filters, and these filters' parameters.
-pub(super) fn mount_filtered(dir: &Path, filters: (&[&str], &[&str])) -> Option<SlowFileSystem> {
     let here = have("nbdsh", "python3-libnbd")
         && have("nbdfuse", "libnbd-bin")
         && have("nbdkit", "nbdkit")
         && have("fusermount3", "fuse3");
-    here.then(|| SlowFileSystem::mount(&dir.join("slow"), filters))
+    here.then(|| SlowFileSystem::mount(&dir.join("slow")))
         .flatten()
 }
 
@@ -135,7 +126,7 @@ print('all')
     // The client that asked also goes on, with requests that do not need that file system.
     asking.write(2, 4096, &[7; 4096]);
     asking.flush(3);
-    slow.go_on();
+    slow.resume();
     let told = asking.reply();
     assert_eq!((told.kind, told.cookie), (6, 1));
     drop(asking);
@@ -176,21 +167,20 @@ fn a_removal_that_waits_for_its_image_delays_no_other_request() {
         }
     });
     // The disk leaves the list at once, and its image has to be copied then.
-    wait_until("the removal", || disks(dir) == ["a"]);
+    wait_until("the removal", || disk_names(dir) == ["a"]);
     ctl(dir, "add-disk path=in/b,socket=s,serial=b");
-    assert_eq!(disks(dir), ["a", "b"]);
-    let refused = walvisor(dir, "ctl ctl add-disk path=in/c,socket=s,serial=slow");
-    let told = "disk 'slow' is being added or removed: wait for that, then add it again";
-    assert!(text(&refused.stderr).contains(told), "{refused:?}");
+    assert_eq!(disk_names(dir), ["a", "b"]);
+    let busy = "disk 'slow' is being added or removed: wait for that, then add it again";
+    ctl_refused(dir, "add-disk path=in/c,socket=s,serial=slow", &[busy]);
     ctl(dir, "set-limit --disk a --ops-per-second 1000");
     ctl(dir, "remove-disk a");
     let mut client = RawClient::extended_to(&dir.join("s"), "b");
     client.write(1, 0, &[8; 4096]);
     client.flush(2);
     drop(client);
-    slow.go_on();
+    slow.resume();
     assert!(removal.wait().unwrap().success());
-    assert_eq!(disks(dir), ["b"]);
+    assert_eq!(disk_names(dir), ["b"]);
     assert_eq!(daemon.stop(), "");
     let image = std::fs::read(dir.join("slow/disk.img")).unwrap();
     assert_eq!(image[4096..8192], [7; 4096]);
@@ -216,24 +206,13 @@ fn an_export_whose_image_does_not_answer_can_be_cancelled() {
     wait_until("the export", || {
         ctl(dir, "exports")["exports"] != serde_json::json!([])
     });
-    let cancelled = walvisor(dir, "ctl ctl export-cancel slow");
-    let told = text(&cancelled.stdout);
+    let told = told(dir, "export-cancel slow");
     assert!(
         told.starts_with("slow: export as of newest cancelled at 0 B of ") && told.ends_with("B\n"),
-        "{told}{}",
-        text(&cancelled.stderr)
+        "{told}"
     );
-    slow.go_on();
+    slow.resume();
     assert_eq!(export.wait().unwrap().code(), Some(1));
     assert!(!dir.join("copy").exists());
     assert_eq!(daemon.stop(), "");
-}
-
-/// The names of the disks that a daemon serves.
-fn disks(dir: &Path) -> Vec<String> {
-    let stats = ctl(dir, "stats --json");
-    let disks = stats["disks"].as_array().unwrap().iter();
-    disks
-        .map(|disk| disk["name"].as_str().unwrap().to_owned())
-        .collect()
 }

@@ -5,72 +5,69 @@ use std::fs;
 use std::io::Write;
 use std::net::TcpStream;
 use std::path::Path;
-use std::process::Command;
 
 use walvisor_testkit::nbd::RawClient;
 use walvisor_tests::{have, run_sessions};
 
-use super::{Daemon, WALVISOR, create, foreign, run_client, text, walvisor};
+use super::{Daemon, client, create, errors, refused, run_client, serve_telling, text};
 
 const STARTTLS: u32 = 5;
 const TLS_REQUIRED: u32 = (1 << 31) + 5;
-const POLICY: u32 = (1 << 31) + 2;
 
 #[track_caller]
 fn certtool(dir: &Path, arguments: &str) {
-    let output = foreign(dir, "certtool").args(arguments.split(' ')).output();
-    let output = output.unwrap();
-    assert!(output.status.success(), "{}", text(&output.stderr));
+    let words: Vec<_> = arguments.split_whitespace().collect();
+    client(dir, "certtool", &words);
 }
 
 /// Makes a CA in `dir`/pki with a server's and a client's certificate, under the names that QEMU
-/// and libnbd look for, and another CA with a client of its own in `dir`/other. `false`: certtool
-/// is missing.
-fn certificates(dir: &Path) -> bool {
+/// and libnbd look for; and another CA with a client of its own in `dir`/other, if that is wanted.
+/// `false`: certtool is missing.
+fn certificates(dir: &Path, other: bool) -> bool {
     if !have("certtool", "gnutls-bin") {
         return false;
     }
-    for name in ["pki", "other"] {
+    for name in if other {
+        &["pki", "other"][..]
+    } else {
+        &["pki"]
+    } {
         let at = dir.join(name);
         fs::create_dir(&at).unwrap();
         let certtool = |arguments: &str| certtool(&at, arguments);
-        let key = |file: &str| {
+        for (role, template) in [
+            ("ca", "cn = CA\nca\ncert_signing_key\ncrl_signing_key\n"),
+            (
+                "server",
+                "cn = localhost\ndns_name = localhost\nip_address = \
+                 127.0.0.1\ntls_www_server\nsigning_key\n",
+            ),
+            ("client", "cn = client\ntls_www_client\nsigning_key\n"),
+        ] {
+            fs::write(at.join(format!("{role}.info")), template).unwrap();
             // Not ECDSA: half of the keys that GnuTLS 3.7 generates have a byte too many, and
             // rustls refuses those.
             certtool(&format!(
-                "--generate-privkey --key-type=rsa --bits=2048 --outfile {file}"
+                "--generate-privkey --key-type=rsa --bits=2048 --outfile {role}-key.pem"
             ));
-        };
-        fs::write(
-            at.join("ca.info"),
-            "cn = CA\nca\ncert_signing_key\ncrl_signing_key\n",
-        )
-        .unwrap();
-        let server = "cn = localhost\ndns_name = localhost\nip_address = \
-            127.0.0.1\ntls_www_server\nsigning_key\n";
-        fs::write(at.join("server.info"), server).unwrap();
-        fs::write(
-            at.join("client.info"),
-            "cn = client\ntls_www_client\nsigning_key\n",
-        )
-        .unwrap();
-        key("ca-key.pem");
-        certtool(
-            "--generate-self-signed --load-privkey ca-key.pem --template ca.info --outfile \
-             ca-cert.pem",
-        );
-        for role in ["server", "client"] {
-            key(&format!("{role}-key.pem"));
+            let kind = match role {
+                "ca" => "--generate-self-signed",
+                _ => {
+                    "--generate-certificate --load-ca-certificate ca-cert.pem --load-ca-privkey \
+                      ca-key.pem"
+                }
+            };
             certtool(&format!(
-                "--generate-certificate --load-ca-certificate ca-cert.pem --load-ca-privkey \
-                 ca-key.pem --load-privkey {role}-key.pem --template {role}.info --outfile \
+                "{kind} --load-privkey {role}-key.pem --template {role}.info --outfile \
                  {role}-cert.pem"
             ));
         }
     }
     // The client in `other` trusts the server's CA, but that CA has not signed the client's
     // certificate.
-    fs::copy(dir.join("pki/ca-cert.pem"), dir.join("other/ca-cert.pem")).unwrap();
+    if other {
+        fs::copy(dir.join("pki/ca-cert.pem"), dir.join("other/ca-cert.pem")).unwrap();
+    }
     true
 }
 
@@ -96,7 +93,10 @@ const TO_SOCKET: &str = "h.connect_unix('s')";
 fn third_party_clients_encrypt() {
     let dir = tempfile::tempdir().unwrap();
     let dir = dir.path();
-    if !certificates(dir) || !have("nbdsh", "python3-libnbd") || !have("qemu-img", "qemu-utils") {
+    if !certificates(dir, true)
+        || !have("nbdsh", "python3-libnbd")
+        || !have("qemu-img", "qemu-utils")
+    {
         return;
     }
     create(dir, "disk.img", "64M");
@@ -173,7 +173,7 @@ h.shutdown()
 fn a_client_without_tls_learns_nothing() {
     let dir = tempfile::tempdir().unwrap();
     let dir = dir.path();
-    if !certificates(dir) || !have("nbdsh", "python3-libnbd") {
+    if !certificates(dir, true) || !have("nbdsh", "python3-libnbd") {
         return;
     }
     create(dir, "disk.img", "1M");
@@ -222,21 +222,13 @@ fn a_client_without_tls_learns_nothing() {
     nbdsh(dir, "pki", TO_SOCKET, read).unwrap();
     nbdsh(dir, "", TO_SOCKET, read).unwrap();
     assert_eq!(daemon.stop(), "");
-
-    let daemon = Daemon::start(dir, "--disk path=disk.img,socket=s");
-    let mut client = RawClient::greet(&dir.join("s"));
-    client.option(STARTTLS, &[]);
-    assert_eq!(client.option_reply().1, POLICY);
-    client.option(7, &[0; 6]);
-    assert_eq!(client.option_reply().1, 3);
-    assert_eq!(daemon.stop(), "");
 }
 
 #[test]
 fn a_revoked_certificate_is_refused() {
     let dir = tempfile::tempdir().unwrap();
     let dir = dir.path();
-    if !certificates(dir) || !have("nbdsh", "python3-libnbd") {
+    if !certificates(dir, false) || !have("nbdsh", "python3-libnbd") {
         return;
     }
     create(dir, "disk.img", "1M");
@@ -270,11 +262,7 @@ fn a_revoked_certificate_is_refused() {
         "-----BEGIN X509 CRL-----\nAAAA\n-----END X509 CRL-----\n",
     ] {
         fs::write(pki.join("ca-crl.pem"), content).unwrap();
-        let output = walvisor(dir, &format!("serve nbd {serve}"));
-        let error = text(&output.stderr);
-        assert_eq!(output.status.code(), Some(1), "{error}");
-        assert_eq!(error.lines().count(), 1, "{error}");
-        assert!(error.contains("pki/ca-crl.pem"), "{error}");
+        refused(dir, &format!("serve nbd {serve}"), 1, &["pki/ca-crl.pem"]);
     }
 }
 
@@ -282,7 +270,7 @@ fn a_revoked_certificate_is_refused() {
 fn bad_certificates_are_one_line_errors() {
     let dir = tempfile::tempdir().unwrap();
     let dir = dir.path();
-    if !certificates(dir) {
+    if !certificates(dir, true) {
         return;
     }
     create(dir, "disk.img", "1M");
@@ -317,31 +305,29 @@ fn bad_certificates_are_one_line_errors() {
     run_sessions("certificates", dir, []);
 }
 
+/// A daemon at a port of its own, and that address. `None`: certtool is missing.
+fn at_port(dir: &Path) -> Option<(Daemon, String)> {
+    if !certificates(dir, false) {
+        return None;
+    }
+    create(dir, "disk.img", "1M");
+    let arguments = "nbd --disk path=disk.img,port=0 --tls-certificates pki --tls-verify-peer";
+    let daemon = serve_telling(dir, arguments, 1);
+    let address = daemon.uri().strip_prefix("nbds://").expect("TLS");
+    let address = address.split_once('/').unwrap().0.to_owned();
+    Some((daemon, address))
+}
+
 /// Someone who holds no certificate, and connects again and again.
 #[test]
 fn strangers_fill_no_log() {
     let dir = tempfile::tempdir().unwrap();
     let dir = dir.path();
-    if !certificates(dir) {
+    let Some((daemon, address)) = at_port(dir) else {
         return;
-    }
-    create(dir, "disk.img", "1M");
-    let mut command = Command::new(WALVISOR);
-    command.args([
-        "serve",
-        "nbd",
-        "--disk",
-        "path=disk.img,port=0",
-        "--tls-certificates",
-        "pki",
-        "--tls-verify-peer",
-    ]);
-    let told = fs::File::create(dir.join("told")).unwrap();
-    let daemon = Daemon::start_telling(dir, &mut command, told.into(), 1);
-    let address = daemon.uri().strip_prefix("nbds://").expect("TLS");
-    let (address, _) = address.split_once('/').unwrap();
-    for number in 0..5000 {
-        let mut socket = TcpStream::connect(address).unwrap();
+    };
+    for number in 0..1500 {
+        let mut socket = TcpStream::connect(&address).unwrap();
         // Some say nothing, some garbage, and some ask for TLS and then say garbage.
         let _ = match number % 3 {
             0 => Ok(()),
@@ -350,14 +336,13 @@ fn strangers_fill_no_log() {
         };
     }
     daemon.stop();
-    let told = fs::read_to_string(dir.join("told")).unwrap();
-    println!("{told}");
+    let told = errors(dir);
     assert!(told.lines().count() < 60, "{told}");
     let counts = told.lines().filter_map(|line| {
         let (count, _) = line.split_once(" more like this in the last minute: ")?;
         count.split_whitespace().last()?.parse::<u64>().ok()
     });
-    assert!(counts.sum::<u64>() > 1000, "{told}");
+    assert!(counts.sum::<u64>() > 300, "{told}");
 }
 
 /// Strangers from one address, in a number that was too large for its seats, and a client from the
@@ -366,29 +351,21 @@ fn strangers_fill_no_log() {
 fn strangers_that_say_nothing_keep_no_client_out() {
     let dir = tempfile::tempdir().unwrap();
     let dir = dir.path();
-    if !certificates(dir) || !have("nbdsh", "python3-libnbd") {
+    if !have("nbdsh", "python3-libnbd") {
         return;
     }
-    create(dir, "disk.img", "1M");
-    let mut command = Command::new(WALVISOR);
-    let arguments =
-        "serve nbd --disk path=disk.img,port=0 --tls-certificates pki --tls-verify-peer";
-    command.args(arguments.split(' '));
-    let told = fs::File::create(dir.join("told")).unwrap();
-    let daemon = Daemon::start_telling(dir, &mut command, told.into(), 1);
-    let address = daemon.uri().strip_prefix("nbds://").expect("TLS");
-    let (address, _) = address.split_once('/').unwrap();
+    let Some((daemon, address)) = at_port(dir) else {
+        return;
+    };
     let (_, port) = address.rsplit_once(':').unwrap();
     let connect = format!("h.connect_tcp('localhost', '{port}')");
     for _ in 0..3 {
-        let strangers: Vec<_> = (0..200)
-            .map(|_| TcpStream::connect(address).unwrap())
-            .collect();
+        let strangers = [(); 200].map(|()| TcpStream::connect(&address).unwrap());
         nbdsh(dir, "pki", &connect, "assert h.pread(512, 0) == bytes(512)").unwrap();
         drop(strangers);
     }
     daemon.stop();
-    let told = fs::read_to_string(dir.join("told")).unwrap();
+    let told = errors(dir);
     let line =
         "16 clients from 127.0.0.1 have not chosen an export yet: the oldest was disconnected";
     assert!(told.contains(line), "{told}");

@@ -13,8 +13,7 @@ use walvisor_testkit::process::Limited;
 use walvisor_testkit::{Process, wait_until};
 use walvisor_tests::terminal;
 
-use super::control::ctl;
-use super::{Daemon, WALVISOR, create, text, walvisor};
+use super::{Daemon, WALVISOR, create, ctl, succeed, told};
 
 /// A daemon with disks `a` and `b` on one log, whose commits wait for two FLUSHes, and a client of
 /// each.
@@ -63,7 +62,7 @@ fn the_owner_of_a_disk_sees_what_its_flushes_cost_and_who_shares_them() {
     assert_eq!(found["with"][0]["disk"], "b");
     let number = |key: &str| found[key].as_f64().unwrap();
     assert!(number("syncs") < number("flushes"), "{found}");
-    let stats = text(&walvisor(dir, "ctl ctl stats").stdout);
+    let stats = told(dir, "stats");
     let lines: Vec<_> = stats
         .lines()
         .filter(|line| line.contains("FLUSH: p50 within "))
@@ -74,8 +73,8 @@ fn the_owner_of_a_disk_sees_what_its_flushes_cost_and_who_shares_them() {
         assert!(line.contains(&format!("; shared with {other} ")), "{line}");
     }
     // An interval without FLUSHes.
-    let output = walvisor(dir, "top ctl --once --json --interval 0.1");
-    let idle: Value = serde_json::from_slice(&output.stdout).unwrap();
+    let idle = succeed(dir, "top ctl --once --json --interval 0.1");
+    let idle: Value = serde_json::from_str(&idle).unwrap();
     let disk = &idle["disks"][0];
     assert_eq!((&disk["name"], &disk["flushes"]), (&json!("a"), &json!(0)));
     assert_eq!(
@@ -100,8 +99,7 @@ fn the_owner_of_a_disk_sees_what_its_flushes_cost_and_who_shares_them() {
     });
     top.signal(Signal::TERM);
     assert!(top.wait().unwrap().success());
-    let output = walvisor(dir, "top ctl --once --interval 0.1");
-    let page = text(&output.stdout);
+    let page = succeed(dir, "top ctl --once --interval 0.1");
     let starts = ["nbd ", "log log: ", "DISK ", "a ", "b "];
     assert_eq!(page.lines().count(), starts.len(), "{page}");
     for (line, start) in page.lines().zip(starts) {

@@ -2,12 +2,28 @@
 
 use std::collections::BTreeMap;
 
-/// The notes of SystemTap (`.note.stapsdt`) in an ELF file: the names of the provider's
-/// tracepoints, each with its number of arguments.
+/// The section with the notes of SystemTap in an ELF file of 64 bits.
+fn notes(elf: &[u8]) -> &[u8] {
+    let short = |at: usize| u16::from_le_bytes(elf[at..at + 2].try_into().unwrap()) as usize;
+    let word = |at: usize| u32::from_le_bytes(elf[at..at + 4].try_into().unwrap()) as usize;
+    let long = |at: usize| u64::from_le_bytes(elf[at..at + 8].try_into().unwrap()) as usize;
+    // Section headers: where they are, how long each is, how many there are, and which names them.
+    let (start, size, count, names) = (long(0x28), short(0x3a), short(0x3c), short(0x3e));
+    let section = |index: usize| start + index * size;
+    let named = |at: &usize| {
+        let name = long(section(names) + 24) + word(*at);
+        elf[name..].starts_with(b".note.stapsdt\0")
+    };
+    let found = (0..count).map(section).find(named).expect("a section");
+    &elf[long(found + 24)..][..long(found + 32)]
+}
+
+/// The names of the provider's tracepoints, each with its number of arguments.
 fn tracepoints(elf: &[u8], provider: &str) -> BTreeMap<String, usize> {
     // An ELF note: lengths of name and description, type 3, the name, the description. The
     // description is three addresses and three texts: provider, name, arguments.
     const OWNER: &[u8] = b"stapsdt\0";
+    let elf = notes(elf);
     let number = |at: usize| u32::from_le_bytes(elf[at..at + 4].try_into().unwrap()) as usize;
     let owners = elf.windows(OWNER.len()).enumerate();
     let notes = owners.filter(|(at, owner)| {

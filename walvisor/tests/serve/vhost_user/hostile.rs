@@ -26,8 +26,7 @@ const PATIENCE: Timespec = Timespec {
 /// Two disks on one log. Whatever a front-end does at socket `bad` must not affect `good`.
 fn two_disks(dir: &Path) -> (Daemon, Client) {
     for name in ["a.img", "b.img"] {
-        let output = crate::walvisor(dir, &format!("disk create {name} --size 1M --log log"));
-        assert!(output.status.success());
+        create(dir, name, "1M --log log");
     }
     let daemon = daemon(
         dir,
@@ -323,41 +322,25 @@ fn a_broken_ring_is_signalled_and_others_go_on() {
     assert_eq!(errors.lines().count(), 1, "{errors}");
 }
 
+/// One that stays in the middle of a message, and one that never reads.
 #[test]
-fn half_a_message_does_not_delay_shutdown() {
+fn front_ends_that_say_or_read_nothing_do_not_delay_shutdown() {
     let dir = tempfile::tempdir().unwrap();
     let dir = dir.path();
-    create(dir, "disk.img", "1M");
-    let daemon = daemon(dir, "--disk path=disk.img,socket=s");
-    let mut half = FrontEnd::connect(&dir.join("s"));
+    let (daemon, good) = two_disks(dir);
+    drop(good);
+    let mut half = FrontEnd::connect(&dir.join("bad"));
     half.send(&header(SET_FEATURES, 8));
     // Another front-end waits its turn.
-    let _waiting = FrontEnd::connect(&dir.join("s"));
-    assert_eq!(daemon.stop(), "");
-    assert!(half.is_closed());
-}
-
-#[test]
-fn a_front_end_that_never_reads_does_not_delay_shutdown() {
-    let dir = tempfile::tempdir().unwrap();
-    let dir = dir.path();
-    create(dir, "disk.img", "1M");
-    let daemon = daemon(dir, "--disk path=disk.img,socket=s");
-    let mut deaf = FrontEnd::connect(&dir.join("s"));
-    deaf.socket.set_nonblocking(true).unwrap();
+    let _waiting = FrontEnd::connect(&dir.join("bad"));
+    let mut deaf = FrontEnd::connect(&dir.join("good"));
     let ask = header(GET_FEATURES, 0).repeat(1000);
     // Sends until neither side takes any more.
-    let mut idle = 0;
-    while idle < 20 {
-        match deaf.socket.write(&ask) {
-            Ok(written) if written > 0 => idle = 0,
-            _ => {
-                idle += 1;
-                std::thread::sleep(std::time::Duration::from_millis(10));
-            }
-        }
-    }
+    let second = Duration::from_secs(1);
+    deaf.socket.set_write_timeout(Some(second)).unwrap();
+    while deaf.socket.write(&ask).is_ok() {}
     assert_eq!(daemon.stop(), "");
+    assert!(half.is_closed());
 }
 
 /// A ring with one request, for the disk's identity, which is made available over and over.
@@ -494,25 +477,20 @@ fn a_front_end_that_fills_its_call_descriptor_blocks_nobody() {
     assert_eq!(daemon.stop(), "");
 }
 
-/// User-mode Linux passes a socket as call descriptor.
+/// User-mode Linux passes a socket as call descriptor, which blocks when it is full.
 #[test]
 fn a_full_socket_as_call_descriptor_blocks_nobody() {
-    let (end, call) = std::os::unix::net::UnixStream::pair().unwrap();
-    holds_up_nobody(end, call);
-}
-
-/// Fills `call` with signals. The test reads them from `end` only later.
-fn holds_up_nobody(mut end: impl Read, call: impl AsFd) {
+    let (mut end, call) = std::os::unix::net::UnixStream::pair().unwrap();
     let dir = tempfile::tempdir().unwrap();
     let dir = dir.path();
     let (daemon, mut good) = two_disks(dir);
     let mut bad = Identities::start(&dir.join("bad"), &call);
-    // `call` blocks when full.
     for _ in 0..600 {
         bad.ask();
         bad.wait();
     }
     works(&mut good, &[7; 512]);
+    // The first of the signals.
     let mut signal = [0; 8];
     end.read_exact(&mut signal).unwrap();
     assert_eq!(u64::from_ne_bytes(signal), 1);

@@ -1,15 +1,13 @@
 //! `walvisor serve vhost-user`, as front-ends see it.
 
-mod activation;
 mod cloud_hypervisor;
 mod hostile;
-mod largest;
 mod libblkio;
 mod members;
 mod requests;
 
 pub use walvisor_testkit::vhost_user::FrontEnd;
-pub use walvisor_testkit::vhost_user_client::{BUFFER, VhostUserClient as Client};
+pub use walvisor_testkit::vhost_user_client::VhostUserClient as Client;
 
 use std::path::Path;
 
