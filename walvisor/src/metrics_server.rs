@@ -31,6 +31,10 @@ const MAX_DROPPED: usize = 64 << 10;
 const PATIENCE: Duration = Duration::from_secs(10);
 /// How long a text is given to those who ask for it again.
 const FRESH: Duration = Duration::from_millis(100);
+/// The stack of the server's thread. It parses a head and renders the text, neither of which calls
+/// itself. In a program that is built without optimisation the largest request takes less than a
+/// quarter of it.
+const STACK: usize = 256 << 10;
 /// The server's name in messages.
 const OWNER: &str = "metrics server";
 
@@ -46,6 +50,14 @@ impl MetricsServer {
     /// # Errors
     /// If the system refuses a descriptor or a thread.
     pub fn start(
+        listeners: Vec<OwnedFd>,
+        render: impl Fn() -> String + Send + 'static,
+    ) -> io::Result<Self> {
+        Self::start_with(STACK, listeners, render)
+    }
+
+    fn start_with(
+        stack: usize,
         listeners: Vec<OwnedFd>,
         render: impl Fn() -> String + Send + 'static,
     ) -> io::Result<Self> {
@@ -68,7 +80,7 @@ impl MetricsServer {
         let mut threads = Threads::new(OWNER);
         let thread = thread::Builder::new().name("metrics".into());
         if serves {
-            threads.start(thread.stack_size(256 << 10), move || {
+            threads.start(thread.stack_size(stack), move || {
                 if let Err(error) = service.run() {
                     tracing::error!("{OWNER}: no more clients are served: {error}");
                 }
@@ -314,8 +326,16 @@ mod tests {
     use std::cell::Cell;
     use std::net::Shutdown;
     use std::os::unix::net::{UnixListener, UnixStream};
+    use std::sync::{Arc, Mutex, Weak};
+
+    use vm_memory::GuestMemoryMmap;
+    use walvisor_devices::backend::ram::RamDisk;
+    use walvisor_devices::transport::MmioTransport;
+    use walvisor_vmm::disk::DiskInUse;
 
     use super::*;
+    use crate::control_socket::{ControlledProcess, Power};
+    use crate::disk_spec::DiskCommand;
 
     fn page(render: impl Fn() -> String) -> Page<impl Fn() -> String> {
         Page { render, last: None }
@@ -400,6 +420,39 @@ mod tests {
             .set_read_timeout(Some(Duration::from_secs(60)))
             .unwrap();
         stream
+    }
+
+    /// The largest head of the largest page, on a quarter of the stack.
+    #[test]
+    fn the_largest_page_takes_a_quarter_of_the_stack() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("s");
+        let listener = UnixListener::bind(&path).unwrap();
+        let disk = |number: usize| DiskInUse {
+            name: format!("disk {number}"),
+            transport: "nbd",
+            backend: Arc::new(RamDisk::new(8)),
+            metrics: Arc::default(),
+            throttle: Arc::default(),
+            device: Arc::new(Weak::<Mutex<MmioTransport<Arc<GuestMemoryMmap>>>>::new()),
+        };
+        let power = Power::Daemon {
+            end: Box::new(|| ()),
+            hotplug: None,
+        };
+        let disks = (0..1000).map(disk).collect();
+        let controlled = ControlledProcess::new(DiskCommand::Nbd, Instant::now(), disks, power);
+        let render = move || controlled.metrics_text();
+        let _server = MetricsServer::start_with(STACK / 4, vec![listener.into()], render).unwrap();
+        let mut stream = connect(&path);
+        let field = format!("a: {}\r\n", "b".repeat(MAX_HEAD / MAX_FIELDS - 6));
+        let head = format!("GET /metrics HTTP/1.1\r\n{}\r\n", field.repeat(MAX_FIELDS));
+        assert!(head.len() > MAX_HEAD - 100, "{}", head.len());
+        stream.write_all(head.as_bytes()).unwrap();
+        let mut answer = String::new();
+        stream.read_to_string(&mut answer).unwrap();
+        assert!(answer.starts_with("HTTP/1.1 200 OK\r\n"), "{answer}");
+        assert!(answer.contains("\"disk 999\""), "{answer}");
     }
 
     /// The length of the answer.

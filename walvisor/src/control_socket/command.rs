@@ -7,12 +7,42 @@ use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value, json};
 use walvisor_devices::throttle::MAX_WEIGHT;
 
+use super::lines::{MAX_DEPTH, depth};
 use crate::point::unix_us;
 
 /// How many commits `points` lists by default, and at most.
 pub const FEW_POINTS: usize = 20;
 /// See [`FEW_POINTS`].
 pub const MOST_POINTS: usize = 10_000;
+
+/// The names of all commands.
+pub const COMMANDS: [&str; 25] = [
+    "stats",
+    "pause",
+    "resume",
+    "resize",
+    "set-cache",
+    "set-limit",
+    "checkpoint",
+    "read",
+    "export",
+    "snapshot",
+    "snapshots",
+    "snapshot-delete",
+    "points",
+    "restore",
+    "mark",
+    "set-retain",
+    "look",
+    "unlook",
+    "looks",
+    "exports",
+    "export-cancel",
+    "add-disk",
+    "remove-disk",
+    "config",
+    "shutdown",
+];
 
 /// Why a request failed.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
@@ -487,6 +517,13 @@ impl ControlCommand {
             serde_json::from_value(Value::Object(arguments))
                 .map_err(|error| ControlError::new(format_args!("arguments of {name}: {error}")))
         }
+        if !COMMANDS.contains(&name) {
+            let name: String = name.chars().take(80).collect();
+            return Err(ControlError::unknown_command(format_args!(
+                "unknown command '{name}': there are {}",
+                COMMANDS.join(", ")
+            )));
+        }
         Ok(match name {
             "stats" => Self::Stats(read::<StatsArguments>(name, arguments)?.format),
             "pause" => {
@@ -596,15 +633,7 @@ impl ControlCommand {
                 let ShutdownArguments { now } = read(name, arguments)?;
                 Self::Shutdown { now }
             }
-            _ => {
-                let name: String = name.chars().take(80).collect();
-                return Err(ControlError::unknown_command(format_args!(
-                    "unknown command '{name}': there are stats, pause, resume, resize, set-cache, \
-                     set-limit, checkpoint, export, snapshot, snapshots, snapshot-delete, points, \
-                     restore, mark, set-retain, look, unlook, looks, exports, export-cancel, \
-                     add-disk, remove-disk, config, shutdown"
-                )));
-            }
+            _ => unreachable!("the list of commands has no other"),
         })
     }
 }
@@ -620,6 +649,13 @@ pub(super) struct ControlRequest {
 impl ControlRequest {
     /// Parses a line.
     pub(super) fn parse(line: &[u8]) -> Self {
+        // The parser calls itself for each level, and so does all that is done with a value.
+        if depth(line) > MAX_DEPTH {
+            return Self::refused(ControlError::new(format_args!(
+                "not a request: its arrays and objects are nested more than {MAX_DEPTH} deep: no \
+                 command takes that"
+            )));
+        }
         match serde_json::from_slice::<Envelope>(line) {
             Ok(Envelope {
                 execute,

@@ -1,7 +1,12 @@
-//! Splits a stream of bytes into lines of bounded length.
+//! Splits a stream of bytes into lines of bounded length, and measures how deep a line is nested.
 
 /// Longest line in bytes, without its line end.
 pub const MAX_LINE: usize = 64 << 10;
+
+/// Deepest nesting of the arrays and objects of a line. A command needs two levels; the others are
+/// for what a client makes of its `id`. Each level takes stack while the line is parsed and while
+/// its values are copied, written and dropped, most of it where nothing is optimised.
+pub const MAX_DEPTH: usize = 16;
 
 /// A complete line.
 #[derive(Debug, PartialEq, Eq)]
@@ -55,6 +60,29 @@ impl LineReader {
     }
 }
 
+/// How deep the arrays and objects of a line of JSON are nested. It takes no stack for that. In a
+/// line that is no JSON it is no less than what a parser gets to before it sees that.
+pub(super) fn depth(line: &[u8]) -> usize {
+    let (mut open, mut deepest) = (0_usize, 0);
+    let mut bytes = line.iter();
+    let mut in_string = false;
+    while let Some(byte) = bytes.next() {
+        match byte {
+            b'"' => in_string = !in_string,
+            // The byte after it does not end the string.
+            b'\\' if in_string => drop(bytes.next()),
+            _ if in_string => {}
+            b'[' | b'{' => {
+                open += 1;
+                deepest = deepest.max(open);
+            }
+            b']' | b'}' => open = open.saturating_sub(1),
+            _ => {}
+        }
+    }
+    deepest
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -76,6 +104,27 @@ mod tests {
             assert!(lines.is_open());
         }
         assert!(!LineReader::default().is_open());
+    }
+
+    #[test]
+    fn brackets_outside_of_strings_nest() {
+        for (line, deep) in [
+            ("", 0),
+            ("7", 0),
+            ("[[], {}]", 2),
+            ("{\"a\": [{\"b\": 1}]}, [", 3),
+            ("\"[[[\"", 0),
+            ("[\"\\\"[[\"]", 1),
+            ("[\"\\\\\", [\"\\\\\\\"[\"", 2),
+            ("[\"]\", [", 2),
+            ("]]]}[[", 2),
+            ("[[ \\\" [[", 2),
+            ("[\"\\", 1),
+        ] {
+            assert_eq!(depth(line.as_bytes()), deep, "{line}");
+        }
+        let longest = vec![b'['; MAX_LINE];
+        assert_eq!(depth(&longest), MAX_LINE);
     }
 
     #[test]

@@ -32,11 +32,11 @@ mod stats;
 
 pub use client::{ask, ask_with};
 pub use command::{
-    CacheChoice, ControlCommand, ControlError, FEW_POINTS, Format, LimitChange, LookRequest,
-    MOST_POINTS,
+    COMMANDS, CacheChoice, ControlCommand, ControlError, FEW_POINTS, Format, LimitChange,
+    LookRequest, MOST_POINTS,
 };
 pub use controlled::{AddedDisk, ControlledProcess, DiskHotplug, Power, RemovalError};
-pub use lines::MAX_LINE;
+pub use lines::{MAX_DEPTH, MAX_LINE};
 pub use reads::MOST_READ;
 pub use server::{MAX_CLIENTS, Server};
 

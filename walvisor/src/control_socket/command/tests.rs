@@ -73,9 +73,55 @@ fn every_command() -> Vec<ControlCommand> {
             look: "/s".to_owned(),
         },
         ControlCommand::Looks,
+        ControlCommand::Exports,
+        ControlCommand::ExportCancel {
+            disk: "a".to_owned(),
+        },
+        ControlCommand::Snapshot {
+            disk: disk(),
+            name: "one".to_owned(),
+            alone: true,
+        },
+        ControlCommand::Snapshots { disk: None },
+        ControlCommand::SnapshotDelete {
+            disk: disk(),
+            name: "one".to_owned(),
+        },
+        ControlCommand::Mark {
+            disk: disk(),
+            text: "before".to_owned(),
+        },
         ControlCommand::Config,
         ControlCommand::Shutdown { now: true },
     ]
+}
+
+#[test]
+fn every_command_is_known_by_its_name() {
+    let wrong = |name| format!("{{\"execute\":\"{name}\",\"arguments\":{{\"no such\":[]}}}}");
+    for name in COMMANDS {
+        let error = parse(&wrong(name)).unwrap_err();
+        assert_eq!(error.class, "GenericError", "{error}");
+        assert!(
+            error.text.starts_with(&format!("arguments of {name}: ")),
+            "{error}"
+        );
+    }
+    let error = parse(&wrong("reboot")).unwrap_err();
+    assert_eq!(error.class, "CommandNotFound");
+    assert!(
+        error
+            .text
+            .ends_with("add-disk, remove-disk, config, shutdown"),
+        "{error}"
+    );
+    let lines = every_command().into_iter().map(|command| command.to_line());
+    let lines: Vec<_> = lines
+        .map(|line| serde_json::from_str::<Value>(&line).unwrap())
+        .collect();
+    for name in COMMANDS {
+        assert!(lines.iter().any(|line| line["execute"] == name), "{name}");
+    }
 }
 
 #[test]
@@ -138,10 +184,43 @@ fn wrong_requests_are_named() {
             "{line}: {error}"
         );
     }
-    // Nested deeper than any stack allows.
-    let deep = "[".repeat(60_000);
-    assert!(parse(&deep).is_err());
-    assert!(parse(&format!("{{\"execute\":\"stats\",\"id\":{deep}")).is_err());
+}
+
+/// The depth of a parsed value.
+fn depth_of(value: &Value) -> usize {
+    let inner = |values: &mut dyn Iterator<Item = &Value>| values.map(depth_of).max().unwrap_or(0);
+    match value {
+        Value::Array(values) => 1 + inner(&mut values.iter()),
+        Value::Object(values) => 1 + inner(&mut values.values()),
+        _ => 0,
+    }
+}
+
+#[test]
+fn a_line_nested_deeper_than_any_command_is_refused() {
+    let nested = |open: &str, close: &str, deep: usize| {
+        let value = format!("{}1{}", open.repeat(deep), close.repeat(deep));
+        format!("{{\"execute\":\"stats\",\"id\":{value}}}")
+    };
+    for (open, close) in [("[", "]"), ("{\"a\":", "}")] {
+        let request = ControlRequest::parse(nested(open, close, MAX_DEPTH - 1).as_bytes());
+        assert_eq!(request.command, Ok(ControlCommand::Stats(Format::Json)));
+        let answer = String::from_utf8(request.answer(Ok(Value::Null))).unwrap();
+        assert!(answer.contains(&open.repeat(MAX_DEPTH - 1)), "{answer}");
+        for deep in [MAX_DEPTH, 126, 127, 9_000] {
+            let error = parse(&nested(open, close, deep)).unwrap_err().to_string();
+            assert!(error.contains("more than 16 deep"), "{deep}: {error}");
+        }
+    }
+    // A line may have so many strings of brackets as it likes.
+    let text = "[".repeat(60_000);
+    assert!(parse(&format!("{{\"execute\":\"stats\",\"id\":\"{text}\"}}")).is_ok());
+    for line in [
+        text.clone(),
+        format!("{{\"execute\":\"stats\",\"id\":{text}"),
+    ] {
+        assert!(parse(&line).is_err());
+    }
 }
 
 #[test]
@@ -182,6 +261,10 @@ fn mutated_requests_parse_or_are_errors() {
             if line.is_empty() {
                 line.push(b' ');
             }
+        }
+        if let Ok(value) = serde_json::from_slice::<Value>(&line) {
+            // Of two fields with one name a value keeps the last.
+            assert!(depth(&line) >= depth_of(&value));
         }
         let request = ControlRequest::parse(&line);
         let answer = match &request.command {
