@@ -12,6 +12,13 @@ pub struct BoundedAllocator<const LONGEST: usize, const MOST: usize>;
 pub type DeviceBounds = BoundedAllocator<{ 128 << 10 }, { 2 << 20 }>;
 
 static ALLOCATED: AtomicUsize = AtomicUsize::new(0);
+/// What was allocated before the first input.
+static BEFORE: AtomicUsize = AtomicUsize::new(0);
+
+/// Lets what is allocated now not count.
+pub(crate) fn begin() {
+    BEFORE.store(ALLOCATED.load(Ordering::Relaxed), Ordering::Relaxed);
+}
 
 // SAFETY: every call is passed on to the system's allocator, which keeps the promises of this
 // trait.
@@ -48,7 +55,9 @@ impl<const LONGEST: usize, const MOST: usize> BoundedAllocator<LONGEST, MOST> {
     fn account(more: usize, less: usize) {
         let before = ALLOCATED.fetch_add(more, Ordering::Relaxed);
         ALLOCATED.fetch_sub(less, Ordering::Relaxed);
-        if more > LONGEST || before > MOST {
+        let before = before.saturating_sub(BEFORE.load(Ordering::Relaxed));
+        // A panic's backtrace takes more.
+        if (more > LONGEST || before > MOST) && !std::thread::panicking() {
             eprintln!(
                 "an allocation of {more} bytes above {before}: more than {LONGEST} or {MOST}"
             );

@@ -4,19 +4,16 @@
 //!
 //! An *input* is a byte of options (1: a disk in writethrough mode), then steps, see
 //! `Machine::step`.
-#![no_main]
 
 use std::sync::Arc;
 
-use libfuzzer_sys::fuzz_target;
+use crate::driver::{self, Bus};
+use crate::guest::{Guest, QUEUE_SIZE, device};
+use crate::input::Input;
+use crate::registers::{MMIO_REGISTERS, Register, Registers, mmio_offset};
 use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
 use walvisor_devices::control::ControlTransport;
 use walvisor_devices::transport::MmioTransport;
-use walvisor_devices_fuzz::bounded::DeviceBounds;
-use walvisor_devices_fuzz::driver::{self, Bus};
-use walvisor_devices_fuzz::guest::{Guest, QUEUE_SIZE, device};
-use walvisor_devices_fuzz::input::Input;
-use walvisor_devices_fuzz::registers::{MMIO_REGISTERS, Register, Registers, mmio_offset};
 
 const MOST_STEPS: usize = 48;
 /// Offset of the configuration space (virtio 1.2, 4.2.2).
@@ -219,10 +216,11 @@ fn width(input: &mut Input) -> usize {
     input.of(&[4, 4, 1, 2, 8, 4, 0, 3, 5, 16])
 }
 
-#[global_allocator]
-static ALLOCATOR: DeviceBounds = DeviceBounds {};
-
-fuzz_target!(|input: &[u8]| {
+/// Runs an input.
+///
+/// # Panics
+/// If the device does what it must not.
+pub fn run(input: &[u8]) {
     let mut input = Input::new(input);
     let options = input.byte();
     let mut machine = Machine::new(options & 1 == 0);
@@ -234,4 +232,4 @@ fuzz_target!(|input: &[u8]| {
     }
     machine.transport.resume();
     driver::finish(&mut machine);
-});
+}

@@ -6,24 +6,17 @@
 //! receive queue `length u8` of a frame, `header flags u8`, `head and number of descriptors u8` and
 //! the descriptors `place u8, length u8, flags u8`; or 0xff, a length, and that many bytes for the
 //! rings of both queues.
-#![no_main]
 
 use std::io::{Read, Write};
 use std::os::unix::net::UnixStream;
 use std::sync::Arc;
 
-use libfuzzer_sys::fuzz_target;
+use crate::chain::{gather, scatter, walk};
+use crate::guest::{MEMORY, QUEUE_SIZE};
+use crate::input::Input;
+use crate::machine::{LIVE, Machine, NEEDS_RESET};
 use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
 use walvisor_devices::net::{Link, NetConfig, NetCounts, NetMetrics, VirtioNet};
-use walvisor_devices_fuzz::bounded::BoundedAllocator;
-use walvisor_devices_fuzz::chain::{gather, scatter, walk};
-use walvisor_devices_fuzz::guest::{MEMORY, QUEUE_SIZE};
-use walvisor_devices_fuzz::input::Input;
-use walvisor_devices_fuzz::machine::{LIVE, Machine, NEEDS_RESET};
-
-/// A receiver reads 128 KiB at once, and nothing else may need more.
-#[global_allocator]
-static ALLOCATOR: BoundedAllocator<{ 128 << 10 }, { 2 << 20 }> = BoundedAllocator {};
 
 /// The rings of a queue take this much; tables for indirect descriptors follow those of both.
 const RINGS: u64 = 0x400;
@@ -326,7 +319,11 @@ impl Driver {
     }
 }
 
-fuzz_target!(|input: &[u8]| {
+/// Runs an input.
+///
+/// # Panics
+/// If the device does what it must not.
+pub fn run(input: &[u8]) {
     let mut input = Input::new(input);
     let mut driver = Driver::new(input.byte());
     for _ in 0..MOST_STEPS {
@@ -339,4 +336,4 @@ fuzz_target!(|input: &[u8]| {
     driver.start();
     driver.step(&mut Input::new(&[0, 3, 0x01, 0, 13, 1]));
     driver.step(&mut Input::new(&[1, 0, 0x01, 0, 8, 0]));
-});
+}

@@ -4,20 +4,26 @@
 //! unchecked length, and at worst stops with an error.
 //!
 //! An *input* is a byte for the ring's first position, then steps, see `Machine::step`.
-#![no_main]
+
+// The model of the kernel is that of the tests of `walvisor-devices`, from their sources. They use
+// more of it.
+#[allow(dead_code)]
+#[path = "../../src/tcmu/kernel.rs"]
+mod kernel;
+#[allow(dead_code)]
+#[path = "../../src/tcmu/layout.rs"]
+mod layout;
+mod memory {
+    pub use walvisor_devices::tcmu::Mapping;
+}
 
 use std::collections::HashMap;
 use std::sync::Arc;
 
-use libfuzzer_sys::fuzz_target;
+use self::kernel::{BLOCK, Kernel, Request};
+use crate::input::Input;
 use walvisor_devices::scsi::DataBuffer;
-use walvisor_devices::tcmu::kernel::{BLOCK, Kernel, Request};
 use walvisor_devices::tcmu::{Command, CommandRing, Entry, Mapping, Response};
-use walvisor_devices_fuzz::bounded::DeviceBounds;
-use walvisor_devices_fuzz::input::Input;
-
-#[global_allocator]
-static ALLOCATOR: DeviceBounds = DeviceBounds {};
 
 const MOST_STEPS: usize = 200;
 const RING: u32 = 1024;
@@ -193,7 +199,11 @@ impl Machine {
     }
 }
 
-fuzz_target!(|bytes: &[u8]| {
+/// Runs an input.
+///
+/// # Panics
+/// If the device does what it must not.
+pub fn run(bytes: &[u8]) {
     let mut input = Input::new(bytes);
     let mut machine = Machine::new(input.byte());
     for _ in 0..MOST_STEPS {
@@ -213,4 +223,4 @@ fuzz_target!(|bytes: &[u8]| {
     machine.publish();
     let left = machine.kernel.in_flight();
     assert!(left == 0 || machine.ring.is_none(), "{left} commands");
-});
+}

@@ -1,8 +1,8 @@
 //! A model of the kernel's side of the ring: what target_core_user does, and when it considers the
 //! ring broken.
 //!
-//! For tests and fuzz targets. Like the kernel, it keeps its state in private memory, and reads
-//! from the shared memory only what it has to.
+//! For tests, and for a fuzz target that includes this file. Like the kernel, it keeps its state in
+//! private memory, and reads from the shared memory only what it has to.
 
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -15,6 +15,13 @@ use super::memory::Mapping;
 
 /// Length of a block in the data area: a page.
 pub const BLOCK: usize = 4096;
+
+/// A flag of the mailbox: the kernel reports aborts and resets, if configured to
+/// (`tmr_notification`).
+const TASK_MANAGEMENT: u16 = 1 << 2;
+/// A flag of the mailbox: a response may keep its data blocks for later. Not used: data is copied
+/// before the backend gets it.
+const KEEP_BUFFER: u16 = 1 << 3;
 
 /// A command as an initiator sends it.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -74,8 +81,7 @@ impl Kernel {
             in_flight: HashMap::new(),
             used: vec![false; blocks],
         };
-        let flags =
-            flag::OUT_OF_ORDER | flag::READ_LENGTH | flag::TASK_MANAGEMENT | flag::KEEP_BUFFER;
+        let flags = flag::OUT_OF_ORDER | flag::READ_LENGTH | TASK_MANAGEMENT | KEEP_BUFFER;
         kernel.put(mailbox::VERSION, &mailbox::KNOWN_VERSION.to_ne_bytes());
         kernel.put(mailbox::FLAGS, &flags.to_ne_bytes());
         kernel.put(mailbox::RING_OFFSET, &(mailbox::LEN as u32).to_ne_bytes());

@@ -37,13 +37,6 @@ pub(super) mod flag {
     pub(crate) const OUT_OF_ORDER: u16 = 1 << 0;
     /// A response may say how many bytes were read.
     pub(crate) const READ_LENGTH: u16 = 1 << 1;
-    /// The kernel reports aborts and resets, if configured to (`tmr_notification`).
-    #[cfg(any(test, fuzzing))]
-    pub(crate) const TASK_MANAGEMENT: u16 = 1 << 2;
-    /// A response may keep its data blocks for later. Not used: data is copied before the backend
-    /// gets it.
-    #[cfg(any(test, fuzzing))]
-    pub(crate) const KEEP_BUFFER: u16 = 1 << 3;
 }
 
 /// The header of every entry.

@@ -35,8 +35,8 @@
 //! ```
 
 mod device;
-#[cfg(any(test, fuzzing))]
-pub mod kernel;
+#[cfg(test)]
+mod kernel;
 mod layout;
 mod memory;
 mod ring;

@@ -3,8 +3,8 @@
 //!
 //! `make fuzz` builds it on stable Rust and runs it for a while on the seeds in `corpus/recover`,
 //! which `WALVISOR_WRITE_CORPUS=1 cargo test -p walvisor-storage real_logs` makes anew from real
-//! logs. An input that fails is left in `storage/fuzz/artifacts`; given as the only argument it is
-//! run alone. Kept in the corpus it becomes a test (`the_corpus_recovers`).
+//! logs. An input that fails is left there too, and becomes a test (`the_corpus_recovers`); given as
+//! the only argument it is run alone.
 #![no_main]
 
 use std::alloc::{GlobalAlloc, Layout, System};

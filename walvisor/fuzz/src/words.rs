@@ -9,8 +9,9 @@ pub enum Piece {
     Request,
 }
 
-/// The words that the bytes from 0x80 on stand for.
-const WORDS: [&str; 53] = [
+/// The words that the bytes from 0x80 on stand for. Inputs of the corpus keep their meaning: new
+/// words come last.
+pub const WORDS: [&str; 82] = [
     "{\"execute\":\"stats\"}\n",
     "{\"execute\":\"stats\",\"arguments\":{\"format\":\"prometheus\"}}\n",
     "{\"execute\":\"pause\"}\n",
@@ -64,10 +65,40 @@ const WORDS: [&str; 53] = [
     "[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[",
     "\u{fffd}",
     "{\"execute\":\"export\",\"arguments\":{\"disk\":\"raw\"}}\n",
+    "{\"a\":{\"a\":{\"a\":{\"a\":",
+    "]]]]",
+    "}}}}",
+    "read",
+    "export",
+    "snapshot",
+    "snapshots",
+    "snapshot-delete",
+    "points",
+    "restore",
+    "mark",
+    "set-retain",
+    "look",
+    "unlook",
+    "looks",
+    "exports",
+    "export-cancel",
+    "add-disk",
+    "remove-disk",
+    "config",
+    "{\"execute\":\"looks\"}\n",
+    "{\"execute\":\"exports\"}\n",
+    "\"at\":\"newest\"",
+    "\"name\":\"one\"",
+    "\"text\":\"one\"",
+    "\"retain\":\"all\"",
+    "\"give_up_history\":true",
+    "\"spec\":\"path=/dev/null,socket=s\"",
+    "\"weight\":",
 ];
 /// A byte from `LONG` on below `REQUEST` stands for a power of two of bytes, to make a line too
 /// long.
 const LONG: u8 = 0xf0;
+const _: () = assert!(WORDS.len() <= (LONG - 0x80) as usize);
 /// This byte stands for a request of the guest.
 const REQUEST: u8 = 0xfd;
 /// The byte after this one stands for itself, whatever its value.

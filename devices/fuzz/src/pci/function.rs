@@ -1,9 +1,9 @@
 //! A model of the function: what a driver must read in configuration space, BARs and MSI-X (PCI
 //! Local Bus 3.0, 6.1, 6.2.5, 6.8.2; virtio 1.2, 4.1.4). Shares no code with the device.
 
+use crate::guest::QUEUES;
+use crate::registers::{Register, Registers};
 use walvisor_devices::transport::{Bar, DeviceMemory, PciTransport};
-use walvisor_devices_fuzz::guest::QUEUES;
-use walvisor_devices_fuzz::registers::{Register, Registers};
 
 /// Number of vectors: one per queue, and one for configuration changes.
 pub const VECTORS: usize = QUEUES as usize + 1;

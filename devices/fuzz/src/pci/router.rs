@@ -6,7 +6,7 @@ use std::sync::{Mutex, MutexGuard};
 
 use walvisor_devices::interrupt::{MsiMessage, MsiRouter};
 
-use crate::function::VECTORS;
+use super::function::VECTORS;
 
 /// An address that messages can be sent to. Others are refused, as by a hypervisor that has no
 /// route to them.

@@ -4,8 +4,8 @@
 
 use std::cmp::Ordering;
 
-use walvisor_devices_fuzz::chain::{self, Segment};
-use walvisor_devices_fuzz::guest::{QUEUE_SIZE, SECTOR};
+use crate::chain::{self, Segment};
+use crate::guest::{QUEUE_SIZE, SECTOR};
 
 /// The serial that GET_ID returns.
 pub const SERIAL: &[u8; 20] = b"a-serial-of-20-bytes";

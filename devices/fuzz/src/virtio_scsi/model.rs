@@ -1,8 +1,8 @@
 //! Which chains a SCSI target can answer, and how (virtio 1.2, 5.6.6). Shares no code with the
 //! device.
 
-use walvisor_devices_fuzz::chain::{Segment, gather, scatter, walk};
-use walvisor_devices_fuzz::guest::QUEUE_SIZE;
+use crate::chain::{Segment, gather, scatter, walk};
+use crate::guest::QUEUE_SIZE;
 
 /// Bytes of a response before its sense data.
 pub const RESPONSE: u64 = 12;

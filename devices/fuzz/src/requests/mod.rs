@@ -1,4 +1,10 @@
-//! A driver that the input controls.
+//! Any requests in any descriptor chains, over a real queue. The device changes its disk and guest
+//! memory exactly as a model does, and a reset makes it work again after any contents of the rings.
+//!
+//! ```text
+//!   input ──▶ registers, rings ──▶ device over a RAM disk     the results
+//!                └─ guest memory ──▶ model.rs ──────────────▶ must be equal
+//! ```
 //!
 //! An *input* is a byte of options (1: EVENT_IDX, 2: a read-only disk, 4: writethrough), then
 //! steps. A step is a request
@@ -6,17 +12,19 @@
 //! descriptors `place u8, length u8, flags u8`, or 0xff, a length, and three times as many bytes
 //! for the table and the available ring.
 
+mod model;
+
 use std::sync::{Arc, LazyLock};
 
+use crate::guest::{MEMORY, QUEUE_SIZE, SECTOR};
+use crate::input::Input;
+use crate::machine::{LIVE, Machine, NEEDS_RESET};
 use vmm_sys_util::eventfd::EventFd;
 use walvisor_devices::backend::ram::RamDisk;
 use walvisor_devices::backend::{Backend, Operation};
 use walvisor_devices::block::{BlockConfig, BlockMetrics, VirtioBlock};
-use walvisor_devices_fuzz::guest::{MEMORY, QUEUE_SIZE, SECTOR};
-use walvisor_devices_fuzz::input::Input;
-use walvisor_devices_fuzz::machine::{LIVE, Machine, NEEDS_RESET};
 
-use crate::model::{Model, SERIAL, Verdict};
+use self::model::{Model, SERIAL, Verdict};
 
 const SECTORS: u64 = 64;
 /// The first page holds the rings and two tables for indirect descriptors. Requests lie after it.

@@ -1,4 +1,14 @@
-//! A driver and an owner that the input controls.
+//! Any chains on the control, event and request queues of a SCSI target, while its owner pauses
+//! units and announces capacities. What can be answered is answered once and changes only the
+//! buffers that its driver gave for it, an I_T NEXUS RESET ends all commands also of a paused unit,
+//! and a reset makes the target work again after any contents of the rings.
+//!
+//! ```text
+//!   input ──▶ registers, rings ──▶ target over two RAM disks
+//!                └─ guest memory ──▶ model.rs: which chains are answered, and where
+//! ```
+//!
+//! What commands do to a disk is the subject of `cdb`.
 //!
 //! An *input* is a byte of options (1: EVENT_IDX, 2: unit 1 is read-only, 4: writethrough), two
 //! bytes that choose the sizes of sense data and CDBs, then steps:
@@ -10,20 +20,22 @@
 //! `place u8, length u8, flags u8`; or, if the number is 15 or a unit is paused, `data-out u8,
 //! data-in u8` of a chain as a driver makes it.
 
+mod model;
+
 use std::collections::{BTreeSet, VecDeque};
 use std::sync::Arc;
 
+use crate::chain::{Segment, gather};
+use crate::guest::{MEMORY, QUEUE_SIZE, SECTOR};
+use crate::input::Input;
+use crate::machine::{LIVE, Machine, NEEDS_RESET};
 use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
 use walvisor_devices::backend::ram::RamDisk;
 use walvisor_devices::backend::{Backend, Operation};
 use walvisor_devices::block::BlockConfig;
 use walvisor_devices::virtio_scsi::{ScsiUnit, VirtioScsi};
-use walvisor_devices_fuzz::chain::{Segment, gather};
-use walvisor_devices_fuzz::guest::{MEMORY, QUEUE_SIZE, SECTOR};
-use walvisor_devices_fuzz::input::Input;
-use walvisor_devices_fuzz::machine::{LIVE, Machine, NEEDS_RESET};
 
-use crate::model::{self, Answerable, RESPONSE, Sizes};
+use self::model::{Answerable, RESPONSE, Sizes};
 
 const SECTORS: usize = 64;
 const READ_ONLY: u8 = 0x5a;

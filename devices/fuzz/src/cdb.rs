@@ -1,4 +1,10 @@
-//! An initiator that the input controls.
+//! Any CDBs with any data, several commands at the same time. Each command ends with a status that
+//! the standards define, changes only what it may, and needs no more memory than the disk has.
+//!
+//! ```text
+//!   input ──▶ Task::new, next, ended ──▶ server over a RAM disk
+//!                └─ after each command: status, sense, data buffer, and the disk if nothing may have changed it
+//! ```
 //!
 //! An *input* is a byte of options (1: blocks of 4096 bytes, 2: a read-only disk, 4: writethrough,
 //! 8: a disk with atomic writes of up to 16 KiB), then steps: `0, length u8, CDB, data` starts any
@@ -11,12 +17,12 @@ use std::cell::RefCell;
 use std::io;
 use std::sync::Arc;
 
+use crate::input::Input;
 use walvisor_devices::backend::ram::RamDisk;
 use walvisor_devices::backend::{
     Backend, BackendQueue, Buffer, Capabilities, Completion, Operation,
 };
 use walvisor_devices::scsi::{DataBuffer, LogicalUnit, Status, Task, TaskOutcome, TaskStep};
-use walvisor_devices_fuzz::input::Input;
 
 /// 32 KiB: no command may need more memory than this.
 const SECTORS: u64 = 64;

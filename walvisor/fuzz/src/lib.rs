@@ -9,7 +9,9 @@
 //!
 //! An *input* starts with a byte of options (mask 1: a VM instead of a daemon, mask 6: the length
 //! of the pieces); the rest is text, see `words.rs`.
-#![no_main]
+//!
+//! `make fuzz` builds the target in `bin` with libFuzzer, see `devices/fuzz`. An ordinary test
+//! (`tests/corpus.rs`) runs the inputs of `corpus/control`.
 
 mod client;
 mod guest;
@@ -22,7 +24,6 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Instant;
 
-use libfuzzer_sys::fuzz_target;
 use walvisor::control_socket::{ControlledProcess, Power, Server};
 use walvisor::disk_spec::DiskCommand;
 use walvisor_devices_fuzz::bounded::BoundedAllocator;
@@ -30,14 +31,18 @@ use walvisor_vmm::control::RunControl;
 
 use guest::Guest;
 use judge::Judge;
+pub use words::WORDS;
 
 /// A line has at most 64 KiB, and its decoded form is at most three times as long (`\u0000`); a
 /// client's stack is not counted. The two disks, their queues and the harness's own data take less
 /// than 4 MiB.
-#[global_allocator]
-static ALLOCATOR: BoundedAllocator<{ 512 << 10 }, { 8 << 20 }> = BoundedAllocator {};
+pub type Bounds = BoundedAllocator<{ 512 << 10 }, { 8 << 20 }>;
 
-fn run(input: &[u8]) {
+/// Runs one input.
+///
+/// # Panics
+/// If an answer is not what it must be, or the disks or the process do not what the answers say.
+pub fn run(input: &[u8]) {
     let Some((&options, input)) = input.split_first() else {
         return;
     };
@@ -85,5 +90,3 @@ fn run(input: &[u8]) {
     guest.finish(judge.sizes());
     drop(server);
 }
-
-fuzz_target!(|input: &[u8]| run(input));

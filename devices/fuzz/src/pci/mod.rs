@@ -6,22 +6,19 @@
 //!
 //! An *input* is a byte of options (1: a disk in writethrough mode), then steps, see
 //! `Machine::step`.
-#![no_main]
 
 mod function;
 mod router;
 
 use std::sync::Arc;
 
-use libfuzzer_sys::fuzz_target;
+use crate::driver::{self, Bus};
+use crate::guest::{Guest, QUEUE_SIZE, device};
+use crate::input::Input;
+use crate::registers::Register;
 use vm_memory::GuestMemoryMmap;
 use walvisor_devices::control::ControlTransport;
 use walvisor_devices::transport::PciTransport;
-use walvisor_devices_fuzz::bounded::DeviceBounds;
-use walvisor_devices_fuzz::driver::{self, Bus};
-use walvisor_devices_fuzz::guest::{Guest, QUEUE_SIZE, device};
-use walvisor_devices_fuzz::input::Input;
-use walvisor_devices_fuzz::registers::Register;
 
 use function::{
     COMMON, CONFIG_BAR, DEVICE_CONFIG, Function, ISR, MSIX_BAR, NOTIFY_BAR, VECTORS, place,
@@ -287,10 +284,11 @@ fn bytes(input: &mut Input) -> Vec<u8> {
     value.into_iter().cycle().take(width).collect()
 }
 
-#[global_allocator]
-static ALLOCATOR: DeviceBounds = DeviceBounds {};
-
-fuzz_target!(|input: &[u8]| {
+/// Runs an input.
+///
+/// # Panics
+/// If the device does what it must not.
+pub fn run(input: &[u8]) {
     let mut input = Input::new(input);
     let options = input.byte();
     let mut machine = Machine::new(options & 1 == 0);
@@ -303,4 +301,4 @@ fuzz_target!(|input: &[u8]| {
     machine.transport.resume();
     driver::finish(&mut machine);
     machine.interrupts();
-});
+}

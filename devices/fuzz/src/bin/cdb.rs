@@ -1,0 +1,11 @@
+//! The target `cdb` for libFuzzer.
+#![no_main]
+
+use libfuzzer_sys::fuzz_target;
+use walvisor_devices_fuzz::bounded::DeviceBounds;
+use walvisor_devices_fuzz::cdb;
+
+#[global_allocator]
+static ALLOCATOR: DeviceBounds = DeviceBounds {};
+
+fuzz_target!(|input: &[u8]| cdb::run(input));

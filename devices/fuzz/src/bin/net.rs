@@ -1,0 +1,11 @@
+//! The target `net` for libFuzzer.
+#![no_main]
+
+use libfuzzer_sys::fuzz_target;
+use walvisor_devices_fuzz::bounded::DeviceBounds;
+use walvisor_devices_fuzz::net;
+
+#[global_allocator]
+static ALLOCATOR: DeviceBounds = DeviceBounds {};
+
+fuzz_target!(|input: &[u8]| net::run(input));
