@@ -23,6 +23,18 @@ fn payload(lsn: u64, sectors: u64) -> SharedBuffer {
     payload.share()
 }
 
+/// Bytes in the log, at the place of a sector.
+fn in_log(segment: &Arc<Segment>, sector: u64) -> Location {
+    Location::Log {
+        segment: segment.clone(),
+        offset: sector * SECTOR_SIZE,
+    }
+}
+
+fn zero(unmap: bool, lsn: u64) -> Location {
+    Location::Zero { unmap, lsn }
+}
+
 /// Where a sector's newest bytes come from.
 #[derive(Clone, Copy, Debug, PartialEq)]
 enum SectorOrigin {
@@ -131,16 +143,14 @@ impl Model {
             Step::Write { sector, sectors } => {
                 let lsn = self.next_lsn;
                 let payload = payload(lsn, sectors);
-                self.insert(
+                let place = Location::Memory { payload, offset: 0 };
+                let logged = false;
+                let origin = |sector| SectorOrigin::Record {
+                    lsn,
                     sector,
-                    sectors,
-                    Location::Memory { payload, offset: 0 },
-                    |at| SectorOrigin::Record {
-                        lsn,
-                        sector: at,
-                        logged: false,
-                    },
-                );
+                    logged,
+                };
+                self.insert(sector, sectors, place, origin);
                 self.waiting.push(UnwrittenRecord {
                     lsn,
                     sector,
@@ -153,9 +163,8 @@ impl Model {
                 unmap,
             } => {
                 let lsn = self.next_lsn;
-                self.insert(sector, sectors, Location::Zero { unmap, lsn }, |_| {
-                    SectorOrigin::Zero { unmap, lsn }
-                });
+                let origin = |_| SectorOrigin::Zero { unmap, lsn };
+                self.insert(sector, sectors, zero(unmap, lsn), origin);
             }
             Step::Log { which, gap } => {
                 if !self.waiting.is_empty() {
@@ -347,8 +356,7 @@ proptest! {
         let (mut built, mut inserted) = (IndexBuilder::default(), ExtentMap::default());
         let segment = segment();
         for (lsn, &(at, sectors)) in (0..).zip(&records) {
-            let (segment, offset) = (segment.clone(), lsn * 100 * SECTOR_SIZE);
-            let place = Location::Log { segment, offset };
+            let place = in_log(&segment, lsn * 100);
             built.add(FIRST + at, sectors, place.clone());
             inserted.insert(FIRST + at, u64::from(sectors), lsn, place);
         }
@@ -370,14 +378,8 @@ fn a_large_index_is_built_as_it_is_inserted() {
     for lsn in 0..20_000_u64 {
         let (at, sectors) = (lsn * 7919 % SECTORS, 1 + lsn % 5);
         let place = match lsn % 11 {
-            0 => Location::Zero {
-                unmap: false,
-                lsn: 1,
-            },
-            _ => Location::Log {
-                segment: segment.clone(),
-                offset: lsn * 8 * SECTOR_SIZE,
-            },
+            0 => zero(false, 1),
+            _ => in_log(&segment, lsn * 8),
         };
         built.add(first + at, sectors as u32, place.clone());
         inserted.insert(first + at, sectors, lsn, place);
@@ -404,11 +406,7 @@ fn a_limited_index_never_takes_more() {
     let build = |extents: u64| {
         let (mut builder, mut peak) = (IndexBuilder::within(Some(limit.clone())), 0);
         for number in 0..extents {
-            let place = Location::Zero {
-                unmap: false,
-                lsn: 1,
-            };
-            builder.add(2 * (number * 7919 % extents), 1, place);
+            builder.add(2 * (number * 7919 % extents), 1, zero(false, 1));
             peak = peak.max(memory.bytes());
         }
         (builder.finish(), peak)
@@ -454,34 +452,14 @@ fn what_is_adjacent_on_the_disk_and_in_the_log_is_one_extent() {
     // Extents that are in the log from the start, as in recovery, are joined too.
     let mut map = ExtentMap::default();
     for sector in 0..100_000 {
-        let place = Location::Log {
-            segment: segment.clone(),
-            offset: sector * SECTOR_SIZE,
-        };
-        map.insert(sector, 1, sector, place);
+        map.insert(sector, 1, sector, in_log(&segment, sector));
     }
     assert_eq!(map.iter().count(), 1);
     for sector in (0..100_000).rev() {
-        map.insert(
-            sector,
-            1,
-            sector,
-            Location::Zero {
-                unmap: sector % 2 == 0,
-                lsn: 1,
-            },
-        );
+        map.insert(sector, 1, sector, zero(sector % 2 == 0, 1));
     }
     assert_eq!(map.iter().count(), 100_000);
-    map.insert(
-        0,
-        100_000,
-        0,
-        Location::Zero {
-            unmap: true,
-            lsn: 1,
-        },
-    );
+    map.insert(0, 100_000, 0, zero(true, 1));
     assert_eq!(map.iter().count(), 1);
     map.check();
 }

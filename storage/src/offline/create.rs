@@ -30,20 +30,6 @@ use crate::offline::log_size::advise_log_size;
 use crate::offline::part_file::{PartFile, exists};
 use crate::recovery::replay::{read_for_recovery, read_log_until};
 
-/// Points where a crash can cut the creation of a disk.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum CreateStep {
-    /// The image is complete, under another name.
-    Filled,
-    /// The log knows the disk.
-    Registered,
-    /// The image has its final name.
-    Named,
-}
-
-/// Called at each step.
-type StepHook<'a> = &'a mut dyn FnMut(CreateStep);
-
 /// Creates a sparse base image of `size` bytes and registers it in the log in `log_dir`. If there
 /// is no log, creates it with `options`; an existing log ignores them, except for
 /// [`retain`](StoreOptions::retain). Reuses what an earlier, interrupted call left.
@@ -52,20 +38,10 @@ type StepHook<'a> = &'a mut dyn FnMut(CreateStep);
 /// If the size is not a positive multiple of 512, the file exists, or the log is open elsewhere, or
 /// keeps more history than `options` say. Leaves nothing at `path`.
 pub fn create_disk(path: &Path, size: u64, log_dir: &Path, options: &StoreOptions) -> Result<()> {
-    create(path, size, log_dir, options, &mut |_| {})
-}
-
-fn create(
-    path: &Path,
-    size: u64,
-    log_dir: &Path,
-    options: &StoreOptions,
-    reached: StepHook<'_>,
-) -> Result<()> {
     check_size(path, size)?;
     let new = NewDisk::begin(path, log_dir, options)?;
     let part = PartFile::create(path, size, 0o666)?;
-    new.finish(part, size, options, reached)
+    new.finish(part, size, options)
 }
 
 /// A disk being created: nothing is at its path, and its log, if it exists, is open.
@@ -103,7 +79,6 @@ impl<'a> NewDisk<'a> {
         part: PartFile,
         size: u64,
         options: &StoreOptions,
-        reached: StepHook<'_>,
     ) -> Result<()> {
         let (path, log_dir) = (self.path, self.log_dir);
         let mut marked = true;
@@ -114,7 +89,6 @@ impl<'a> NewDisk<'a> {
                 .retain
                 .map(|retain| retain.set_unread(&mut control.control));
             retain.transpose().map_err(|error| error.of_file(log_dir))?;
-            reached(CreateStep::Filled);
             Ok(())
         };
         let (mut control, made) = match self.log.take() {
@@ -137,12 +111,10 @@ impl<'a> NewDisk<'a> {
             control.write()?;
             before
         };
-        reached(CreateStep::Registered);
         part.publish(false).inspect_err(|_| {
             // Best effort: the error of `publish` is the one to report.
             let _ = control.change(|control| control.disks = before);
         })?;
-        reached(CreateStep::Named);
         let header = &control.control.header;
         let segment = header.segment_size.get();
         let bytes = u64::from(header.max_segments.get()) * segment;
@@ -272,8 +244,7 @@ pub(crate) fn refuse_unapplied(path: &Path, log_dir: &Path, log: &ControlFile) -
 #[cfg(not(feature = "shuttle"))]
 mod tests {
     use super::*;
-    use crate::inspect;
-    use crate::offline::resize::tests::{MIB, copy_all};
+    use crate::offline::resize::tests::MIB;
     use crate::{DiskOptions, Store};
 
     fn options() -> StoreOptions {
@@ -305,59 +276,6 @@ mod tests {
         assert_eq!(kind, crate::ErrorKind::Damaged);
     }
 
-    /// Wherever creation is cut, the same command finishes it, on a new log as well as beside
-    /// another disk.
-    #[test]
-    fn cut_anywhere_it_is_finished_by_the_same_command() {
-        for shared in [false, true] {
-            for cut in [
-                CreateStep::Filled,
-                CreateStep::Registered,
-                CreateStep::Named,
-            ] {
-                let dir = tempfile::tempdir().unwrap();
-                let (top, left) = (dir.path().join("top"), dir.path().join("left"));
-                std::fs::create_dir(&top).unwrap();
-                let (disk, other, log) = (top.join("disk"), top.join("other"), top.join("log"));
-                if shared {
-                    create_disk(&other, MIB, &log, &options()).unwrap();
-                }
-                create(&disk, MIB, &log, &options(), &mut |step| {
-                    if step == cut {
-                        copy_all(&top, &left);
-                    }
-                })
-                .unwrap();
-                // Continue with the files as the cut left them.
-                std::fs::remove_dir_all(&top).unwrap();
-                std::fs::rename(&left, &top).unwrap();
-                let again = create_disk(&disk, MIB, &log, &options());
-                match cut {
-                    CreateStep::Named => {
-                        let error = again.unwrap_err();
-                        assert_eq!(error.kind(), ErrorKind::AlreadyExists);
-                        let text = error.to_string();
-                        assert!(text.contains("a disk of the log in"), "{text}");
-                    }
-                    _ => again.unwrap(),
-                }
-                let mut want = vec!["disk", "log"];
-                let mut disks = vec![disk.clone()];
-                if shared {
-                    want.push("other");
-                    disks.insert(0, other);
-                }
-                assert_eq!(names(&top), want, "{cut:?}");
-                assert_eq!(inspect(&disk, &log).unwrap().log.unwrap().disks, disks);
-                let disks: Vec<_> = disks.iter().map(DiskOptions::new).collect();
-                Store::open(&log, &disks, &options())
-                    .unwrap()
-                    .close()
-                    .unwrap();
-            }
-        }
-    }
-
     /// A log with a half-created disk serves its other disks.
     #[test]
     fn a_half_created_disk_does_not_block_its_log() {
@@ -384,10 +302,9 @@ mod tests {
         let same = NewDisk::begin(&disks[1], &log, &options()).unwrap();
         create_disk(&disks[1], MIB, &log, &options()).unwrap();
         let part = |path| PartFile::create(path, MIB, 0o666).unwrap();
-        new.finish(part(&disks[0]), MIB, &options(), &mut |_| {})
-            .unwrap();
+        new.finish(part(&disks[0]), MIB, &options()).unwrap();
         // This disk was begun before the file existed: the file that is there now stays.
-        let late = same.finish(part(&disks[1]), MIB, &options(), &mut |_| {});
+        let late = same.finish(part(&disks[1]), MIB, &options());
         assert_eq!(late.unwrap_err().kind(), ErrorKind::AlreadyExists);
         let all = disks.each_ref().map(DiskOptions::new);
         let store = Store::open(&log, &all, &options()).unwrap();

@@ -126,22 +126,8 @@ pub(crate) fn add_task(
     Ok(KeeperTask::Add(options.clone(), path, adopt, added))
 }
 
-/// Points where a crash can cut a disk's leaving of a log.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum LeaveStep {
-    /// The image has all bytes.
-    Copied,
-    /// The image has lost its mark, or has the new log's.
-    Marked,
-    /// The new log knows the disk.
-    Joined,
-}
-
 /// The directory of the log that a disk leaves, and the detached images of others on it.
 type OldLog<'a> = (&'a Path, &'a [PathBuf]);
-
-/// Called at each step.
-type StepHook<'a> = &'a mut dyn FnMut(LeaveStep);
 
 /// Removes the disk at `path` from the log in `log_dir`: its image is then a plain raw image,
 /// without a mark. The contents of the log's other disks do not change. Returns their images.
@@ -150,17 +136,11 @@ type StepHook<'a> = &'a mut dyn FnMut(LeaveStep);
 /// # Errors
 /// As [`inspect`](crate::inspect); or if the copy fails. The disk is then still on the log.
 pub fn leave_log(path: &Path, log_dir: &Path, detached: &[PathBuf]) -> Result<Vec<PathBuf>> {
-    leave(path, (log_dir, detached), &mut |_| {})
-}
-
-fn leave(path: &Path, log: OldLog<'_>, reached: StepHook<'_>) -> Result<Vec<PathBuf>> {
-    let (base, mut control, place) = open_emptied(path, log)?;
-    reached(LeaveStep::Copied);
+    let (base, mut control, place) = open_emptied(path, (log_dir, detached))?;
     LogLocation::remove(base.file.as_ref());
     let unmarked = base.file.write_mark(None);
     let unmarked = unmarked.and_then(|_| base.file.sync_all());
     unmarked.map_err(|error| Error::io("unmark", path, error))?;
-    reached(LeaveStep::Marked);
     control.change(|control| {
         control.disks.remove(place);
     })?;
@@ -183,16 +163,6 @@ pub fn move_to_log(
     options: &StoreOptions,
     detached: &[PathBuf],
 ) -> Result<()> {
-    move_log(path, (from, detached), to, options, &mut |_| {})
-}
-
-fn move_log(
-    path: &Path,
-    (from, detached): OldLog<'_>,
-    to: &Path,
-    options: &StoreOptions,
-    reached: StepHook<'_>,
-) -> Result<()> {
     check_options(options)?;
     if real_path(from)? == real_path(to)? {
         return Err(invalid(format!(
@@ -211,7 +181,6 @@ fn move_log(
         base.refuse_foreign(from)?;
         (base, None)
     };
-    reached(LeaveStep::Copied);
     // A new log keeps as much history as the one before.
     let mut options = *options;
     if let Some((old, _)) = &old {
@@ -223,7 +192,6 @@ fn move_log(
             refuse_other_copy(&base, control, to)?;
         }
         register_disk(control, path, base.file.as_ref(), path, base.size)?;
-        reached(LeaveStep::Marked);
         Ok(())
     };
     let (mut new, made) = open_or_create_log(to, &options, join)?;
@@ -233,7 +201,6 @@ fn move_log(
         join(&mut new)?;
         new.write()?;
     }
-    reached(LeaveStep::Joined);
     if let Some((mut old, place)) = old {
         old.change(|control| {
             control.disks.remove(place);
@@ -375,82 +342,26 @@ mod tests {
     }
 
     #[test]
-    fn a_disk_that_left_is_a_raw_image_and_the_others_are_unchanged() {
-        for cut in [None, Some(LeaveStep::Copied), Some(LeaveStep::Marked)] {
+    fn a_disk_that_left_or_moved_leaves_the_others_unchanged() {
+        for moves in [false, true] {
             let dir = tempfile::tempdir().unwrap();
             let [a, b, log] = logged_disks(dir.path());
-            let again = dir.path().join("again");
-            let others = leave(&a, (&log, std::slice::from_ref(&b)), &mut |step| {
-                if Some(step) == cut {
-                    copy_all(a.parent().unwrap(), &again);
-                }
-            });
-            assert_eq!(others.unwrap(), std::slice::from_ref(&b));
-            let [a, b, log] = match cut {
-                None => [a, b, log],
-                Some(_) => {
-                    let [a, b, log] = [a, b, log].map(|path| again.join(path.file_name().unwrap()));
-                    // What the cut left is still a disk of the log.
-                    assert_eq!(first(&log, &a).unwrap(), 7, "{cut:?}");
-                    leave_log(&a, &log, std::slice::from_ref(&b)).unwrap();
-                    [a, b, log]
-                }
-            };
-            assert_eq!(std::fs::read(&a).unwrap()[..4096], [7; 4096]);
-            assert!(!inspect(&a, &a.with_extension("none")).unwrap().marked);
-            assert_eq!(
-                leave_log(&a, &log, std::slice::from_ref(&b))
-                    .unwrap_err()
-                    .kind(),
-                ErrorKind::WrongLog
-            );
-            assert_eq!(first(&log, &b).unwrap(), 8);
-        }
-    }
-
-    #[test]
-    fn cut_anywhere_a_moved_disk_opens_with_one_of_its_logs_and_the_same_command_goes_on() {
-        let steps = [LeaveStep::Copied, LeaveStep::Marked, LeaveStep::Joined];
-        for shared in [false, true] {
-            for cut in steps {
-                let dir = tempfile::tempdir().unwrap();
-                let [a, b, log] = logged_disks(dir.path());
-                let new = a.with_file_name("new");
-                if shared {
-                    create_disk(&a.with_file_name("c"), MIB, &new, &options()).unwrap();
-                }
-                let again = dir.path().join("again");
-                move_log(
-                    &a,
-                    (&log, std::slice::from_ref(&b)),
-                    &new,
-                    &options(),
-                    &mut |step| {
-                        if step == cut {
-                            copy_all(a.parent().unwrap(), &again);
-                        }
-                    },
-                )
-                .unwrap();
+            let (new, others) = (dir.path().join("new"), std::slice::from_ref(&b));
+            let again = || move_to_log(&a, &log, &new, &options(), others);
+            if moves {
+                again().unwrap();
                 assert_eq!(first(&new, &a).unwrap(), 7);
-                move_to_log(&a, &log, &new, &options(), std::slice::from_ref(&b)).unwrap();
-
-                let at = |path: &Path| again.join(path.file_name().unwrap());
-                let [a, b, log, new] = [at(&a), at(&b), at(&log), at(&new)];
-                assert_eq!(first(&log, &a).unwrap(), 7, "{cut:?}");
-                // Both logs have the disk then, and the image names the one that it was last used
-                // with.
-                if cut == LeaveStep::Joined {
-                    let refused = first(&new, &a).unwrap_err();
-                    assert_eq!(refused.kind(), ErrorKind::WrongLog, "{refused}");
-                }
-                move_to_log(&a, &log, &new, &options(), std::slice::from_ref(&b)).unwrap();
-                assert_eq!(first(&new, &a).unwrap(), 7, "{cut:?}");
-                assert_eq!(first(&log, &b).unwrap(), 8, "{cut:?}");
-                let left = open_control(&log, Access::LogRead).unwrap().image_paths();
-                assert_eq!(left, [b]);
-                assert_eq!(first(&log, &a).unwrap_err().kind(), ErrorKind::WrongLog);
+                again().unwrap();
+            } else {
+                assert_eq!(leave_log(&a, &log, others).unwrap(), others);
+                assert_eq!(std::fs::read(&a).unwrap()[..4096], [7; 4096]);
+                assert!(!inspect(&a, &new).unwrap().marked);
             }
+            let error = leave_log(&a, &log, others).unwrap_err();
+            assert_eq!(error.kind(), ErrorKind::WrongLog);
+            assert_eq!(first(&log, &b).unwrap(), 8);
+            let left = open_control(&log, Access::LogRead).unwrap().image_paths();
+            assert_eq!(left, others);
         }
     }
 

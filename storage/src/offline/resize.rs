@@ -25,13 +25,6 @@ use crate::mutant::{Mutant, planted};
 use crate::offline::open::copy_closed;
 use crate::offline::view::View;
 
-/// Points where a crash can cut a resize.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum ResizeStep {
-    Announced,
-    Sized,
-}
-
 /// Resizes the disk at `path`. New space reads as zeroes. Shrinks the disk only if everything cut
 /// off is zero, or if `lose_data` is set. `detached`: images of other disks of the log, to which it
 /// may have to be copied.
@@ -45,16 +38,6 @@ pub fn resize_disk(
     log_dir: &Path,
     lose_data: bool,
     detached: &[PathBuf],
-) -> Result<Resize> {
-    resize(path, size, (log_dir, detached), lose_data, &mut |_| Ok(()))
-}
-
-fn resize(
-    path: &Path,
-    size: u64,
-    (log_dir, detached): (&Path, &[PathBuf]),
-    lose_data: bool,
-    reached: &mut dyn FnMut(ResizeStep) -> Result<()>,
 ) -> Result<Resize> {
     check_size(path, size)?;
     let view = View::open(path, log_dir, Access::Write, None)?;
@@ -102,14 +85,12 @@ fn resize(
     if !planted(Mutant::ResizeUnannounced) {
         control.write()?;
     }
-    reached(ResizeStep::Announced)?;
     if view.base.size > smaller {
         // Also cuts off what an earlier, interrupted resize left, which must not come back as new
         // space.
         set_size(view.base.file.as_ref(), path, smaller)?;
     }
     set_size(view.base.file.as_ref(), path, size)?;
-    reached(ResizeStep::Sized)?;
     let entry = &mut control.control.disks[found];
     (entry.size, entry.resizing) = (U64::new(size), 0);
     let written = written(view.base.file.as_ref());
@@ -143,9 +124,7 @@ pub(crate) mod tests {
     use super::*;
     use crate::SECTOR_SIZE;
     use crate::inspect;
-    use crate::{
-        Backend, Buffer, Operation, Port, Store, create_disk, default_log_dir, export_disk,
-    };
+    use crate::{Backend, Buffer, Operation, Port, Store, create_disk, default_log_dir};
     use crate::{DiskOptions, StoreOptions};
 
     pub(crate) const MIB: u64 = 1 << 20;
@@ -227,68 +206,6 @@ pub(crate) mod tests {
         let data = end(port, read).unwrap();
         assert!(data.iter().all(|&byte| byte == data[0]));
         data[0]
-    }
-
-    #[test]
-    fn cut_anywhere_a_disk_opens_with_its_old_or_its_new_size() {
-        for (size, left) in [(8 * MIB, 4 * MIB), (2 * MIB, 2 * MIB)] {
-            for cut in [ResizeStep::Announced, ResizeStep::Sized] {
-                let dir = tempfile::tempdir().unwrap();
-                let disk = crashed(dir.path(), 2);
-                let log = default_log_dir(&disk);
-                let ended = resize(&disk, size, (&log, &[]), true, &mut |step| {
-                    if step == cut {
-                        Err(invalid("cut".to_owned()))
-                    } else {
-                        Ok(())
-                    }
-                });
-                assert_eq!(ended.unwrap_err().to_string(), "cut");
-                // Inspecting changes nothing, and shows the size that the next open will give the
-                // disk.
-                let length = disk.metadata().unwrap().len();
-                assert_eq!(inspect(&disk, &log).unwrap().size, left, "{cut:?}");
-                let raw = dir.path().join("raw");
-                export_disk(&disk, &log, &raw, false, None, &mut |_, _| {}).unwrap();
-                assert_eq!(raw.metadata().unwrap().len(), left);
-                assert_eq!(disk.metadata().unwrap().len(), length);
-                // Either way, the next resize starts from the smaller size: what was cut off does
-                // not come back.
-                let again = dir.path().join("again");
-                std::fs::create_dir(&again).unwrap();
-                for from in [&log.join("control"), &log.join("segment-00000"), &disk] {
-                    copy_image(from, &again.join(from.file_name().unwrap()));
-                }
-                let grown = again.join("disk.img");
-                let logs = default_log_dir(&grown);
-                std::fs::create_dir(&logs).unwrap();
-                for name in ["control", "segment-00000"] {
-                    std::fs::rename(again.join(name), logs.join(name)).unwrap();
-                }
-                resize_disk(&grown, 16 * MIB, &logs, false, &[]).unwrap();
-                for (disk, size) in [(disk, left), (grown, 16 * MIB)] {
-                    let store = open(&disk);
-                    assert_eq!(store.disks()[0].sectors() * SECTOR_SIZE, size);
-                    assert_eq!(disk.metadata().unwrap().len(), size);
-                    let mut port = store.disks()[0].open_port().unwrap();
-                    assert_eq!(page(&mut port, 0), 1);
-                    if size >= 4 * MIB {
-                        let kept = if left < 4 * MIB { 0 } else { 2 };
-                        assert_eq!(page(&mut port, 4 * MIB / SECTOR_SIZE - 8), kept);
-                    }
-                    if size > 4 * MIB {
-                        assert_eq!(page(&mut port, size / SECTOR_SIZE - 8), 0);
-                    }
-                    drop(port);
-                    store.close().unwrap();
-                    // From now on a wrong length is refused again.
-                    let file = std::fs::File::options().write(true).open(&disk).unwrap();
-                    file.set_len(size + 512).unwrap();
-                    let error = inspect(&disk, &default_log_dir(&disk)).unwrap_err();
-                    assert_eq!(error.kind(), ErrorKind::WrongLog);
-                }
-            }
-        }
     }
 
     #[test]

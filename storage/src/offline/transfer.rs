@@ -96,7 +96,7 @@ pub fn import_disk_as(
             Ok(())
         },
     )?;
-    new.finish(part, size, options, &mut |_| {})?;
+    new.finish(part, size, options)?;
     progress(size, size);
     Ok(Transfer {
         size,
@@ -196,7 +196,7 @@ pub fn clone_disk(
     let mode = mode_of(view.base.file.as_ref(), path)?;
     let part = PartFile::resume(new, view.size, mode, origin(&view)?)?;
     let done = fill(&part, &view, options.threads, progress)?;
-    disk.finish(part, view.size, options, &mut |_| {})?;
+    disk.finish(part, view.size, options)?;
     progress(view.size, view.size);
     Ok(done)
 }
@@ -569,74 +569,54 @@ mod tests {
         assert_eq!(case.resume(), SIZE - (48 << 20));
     }
 
+    /// The image was written meanwhile; records that the copy has were discarded, and must not come
+    /// back; or the log was restored from a copy, and then other records got the same LSNs.
     #[test]
     fn a_copy_of_something_else_starts_over() {
-        let case = ResumeCase::new();
-        case.killed_at(32 << 20);
-        let image = File::options().write(true).open(&case.disk).unwrap();
-        let changed = vec![0x77; 4096];
-        image.write_all_at(&changed, 4096).unwrap();
-        let mut case = case;
-        case.bytes[4096..8192].copy_from_slice(&changed);
-        assert_eq!(case.resume(), SIZE);
-    }
-
-    /// A partial copy contains records of the log. Once they are discarded, resuming must not bring
-    /// them back.
-    #[test]
-    fn a_copy_of_discarded_records_starts_over() {
-        let case = ResumeCase::new();
-        let log = case.dir.path().join("log");
-        let options = StoreOptions {
-            close_time: Some(std::time::Duration::ZERO),
-            ..StoreOptions::default()
-        };
-        let store = Store::open(&log, &[DiskOptions::new(&case.disk)], &options).unwrap();
-        fill(&mut store.disks()[0].open_port().unwrap(), 8, 0x77);
-        store.close().unwrap();
-        case.killed_at(32 << 20);
-        let mut begun = [0; 512];
-        let part = File::open(&case.part).unwrap();
-        part.read_exact_at(&mut begun, 4096).unwrap();
-        assert_eq!(begun, [0x77; 512]);
-        discard_log(&case.disk, &log).unwrap();
-        assert_eq!(case.resume(), SIZE);
-    }
-
-    /// The log is restored from a copy, and then other records get the same LSNs.
-    #[test]
-    fn a_copy_of_other_records_with_the_same_lsns_starts_over() {
-        let mut case = ResumeCase::new();
-        let log = case.dir.path().join("log");
-        let options = StoreOptions {
-            close_time: Some(std::time::Duration::ZERO),
-            ..StoreOptions::default()
-        };
-        let (control, before) = (log.join("control"), case.dir.path().join("before"));
-        std::fs::copy(&control, &before).unwrap();
-        let mark = Identity::of(&File::open(&case.disk).unwrap(), &case.disk)
-            .unwrap()
-            .mark;
-        let write = |byte| {
-            let disks = [DiskOptions::new(&case.disk)];
-            let store = Store::open(&log, &disks, &options).unwrap();
-            fill(&mut store.disks()[0].open_port().unwrap(), 8, byte);
-            store.close().unwrap();
-        };
-        write(0x77);
-        case.killed_at(32 << 20);
-        std::fs::copy(&before, &control).unwrap();
-        for segment in std::fs::read_dir(&log).unwrap() {
-            let segment = segment.unwrap().path();
-            if segment != control {
-                std::fs::remove_file(segment).unwrap();
+        for change in ["image", "discard", "restore"] {
+            let mut case = ResumeCase::new();
+            let log = case.dir.path().join("log");
+            let (control, before) = (log.join("control"), case.dir.path().join("before"));
+            std::fs::copy(&control, &before).unwrap();
+            let image = File::options().write(true).open(&case.disk).unwrap();
+            let mark = Identity::of(&image, &case.disk).unwrap().mark;
+            let write = |byte| {
+                let options = StoreOptions {
+                    close_time: Some(std::time::Duration::ZERO),
+                    ..StoreOptions::default()
+                };
+                let disks = [DiskOptions::new(&case.disk)];
+                let store = Store::open(&log, &disks, &options).unwrap();
+                fill(&mut store.disks()[0].open_port().unwrap(), 8, byte);
+                store.close().unwrap();
+            };
+            if change != "image" {
+                write(0x77);
             }
+            case.killed_at(32 << 20);
+            let mut begun = [0; 512];
+            let part = File::open(&case.part).unwrap();
+            part.read_exact_at(&mut begun, 4096).unwrap();
+            assert_eq!(begun == [0x77; 512], change != "image");
+            match change {
+                "image" => image.write_all_at(&[0x55; 4096], 4096).unwrap(),
+                "discard" => drop(discard_log(&case.disk, &log).unwrap()),
+                _ => {
+                    std::fs::copy(&before, &control).unwrap();
+                    for segment in std::fs::read_dir(&log).unwrap() {
+                        let segment = segment.unwrap().path();
+                        if segment != control {
+                            std::fs::remove_file(segment).unwrap();
+                        }
+                    }
+                    image.write_mark(mark.as_ref()).unwrap();
+                    write(0x55);
+                }
+            }
+            if change != "discard" {
+                case.bytes[4096..8192].fill(0x55);
+            }
+            assert_eq!(case.resume(), SIZE, "{change}");
         }
-        let image = File::options().write(true).open(&case.disk).unwrap();
-        image.write_mark(mark.as_ref()).unwrap();
-        drop(image);
-        write(0x55);
-        case.bytes[4096..8192].fill(0x55);
-        assert_eq!(case.resume(), SIZE);
     }
 }

@@ -23,13 +23,11 @@ fn create(directory: &Path) -> PathBuf {
 
 /// Runs `test` over each engine that this kernel has.
 fn on_every_engine(cache: RawCache, test: impl Fn(&RawDisk, &Path)) {
-    for engine in [EngineKind::IoUring, EngineKind::Blocking] {
+    for engine in ENGINES {
         let directory = tempfile::tempdir().expect("a directory");
         let path = create(directory.path());
-        let image = Image::open(&path, false).expect("an image");
-        match RawDisk::with_engine(image, cache, engine) {
-            Ok(disk) => test(&disk, &path),
-            Err(error) => println!("skipped: {engine:?}: {error}"),
+        if let Some(disk) = disk_on(&path, cache, engine) {
+            test(&disk, &path);
         }
     }
 }
@@ -84,6 +82,28 @@ fn read(sector: u64, sectors: u32) -> Operation {
     Operation::Read { sector, sectors }
 }
 
+fn discard(sector: u64, sectors: u32) -> Operation {
+    Operation::Discard { sector, sectors }
+}
+
+fn zeroes(sector: u64, sectors: u32, unmap: bool) -> Operation {
+    Operation::WriteZeroes {
+        sector,
+        sectors,
+        unmap,
+    }
+}
+
+const ENGINES: [EngineKind; 2] = [EngineKind::IoUring, EngineKind::Blocking];
+
+/// A disk of this engine; `None`, with a line that says why, if this kernel does not have it.
+fn disk_on(image: &Path, cache: RawCache, engine: EngineKind) -> Option<RawDisk> {
+    let image = Image::open(image, false).expect("an image");
+    let disk = RawDisk::with_engine(image, cache, engine);
+    disk.inspect_err(|error| println!("skipped: {engine:?}: {error}"))
+        .ok()
+}
+
 #[test]
 fn every_operation_does_what_the_model_does_in_every_cache_mode() {
     for cache in [
@@ -106,15 +126,8 @@ fn every_operation_does_what_the_model_does_in_every_cache_mode() {
                 let count = sectors as u32;
                 let ended = client.run(match kind {
                     0 | 1 => write(sector, byte, sectors as usize),
-                    2 => Operation::Discard {
-                        sector,
-                        sectors: count,
-                    },
-                    3 => Operation::WriteZeroes {
-                        sector,
-                        sectors: count,
-                        unmap: below(2) == 0,
-                    },
+                    2 => discard(sector, count),
+                    3 => zeroes(sector, count, below(2) == 0),
                     4 => Operation::Flush,
                     _ => read(sector, count),
                 });
@@ -175,15 +188,8 @@ fn wrong_requests_fail_as_with_every_disk() {
             read(0, 0),
             read(u64::MAX, 1),
             write(SECTORS, 1, 1),
-            Operation::Discard {
-                sector: 0,
-                sectors: u32::MAX,
-            },
-            Operation::WriteZeroes {
-                sector: 0,
-                sectors: 0,
-                unmap: false,
-            },
+            discard(0, u32::MAX),
+            zeroes(0, 0, false),
         ] {
             assert_eq!(end(client.run(operation)), Err(Failure::OutOfRange));
         }
@@ -246,23 +252,13 @@ fn where_the_file_system_makes_no_zeroes_they_are_written() {
         return println!("skipped: no /dev/shm");
     };
     let path = create(directory.path());
-    for engine in [EngineKind::IoUring, EngineKind::Blocking] {
-        let image = Image::open(&path, false).expect("an image");
-        let disk = match RawDisk::with_engine(image, RawCache::Writethrough, engine) {
-            Ok(disk) => disk,
-            Err(error) => {
-                println!("skipped: {engine:?}: {error}");
-                continue;
-            }
+    for disk in ENGINES.map(|engine| disk_on(&path, RawCache::Writethrough, engine)) {
+        let Some(disk) = disk else {
+            continue;
         };
         let mut client = Client::new(&disk);
         assert_eq!(end(client.run(write(0, 7, 8000))), Ok(()));
-        let zeroes = Operation::WriteZeroes {
-            sector: 3,
-            sectors: 7001,
-            unmap: false,
-        };
-        assert_eq!(end(client.run(zeroes)), Ok(()));
+        assert_eq!(end(client.run(zeroes(3, 7001, false))), Ok(()));
         let data = client.run(read(0, 8000)).expect("a read").expect("data");
         for (sector, bytes) in data.chunks(SECTOR).enumerate() {
             let byte = if (3..7004).contains(&sector) { 0 } else { 7 };
@@ -337,17 +333,12 @@ impl Drop for LoopDevice {
 #[test]
 fn a_lost_write_fails_every_flush_that_waits_and_all_that_comes_after() {
     for cache in [RawCache::Writeback, RawCache::Writethrough] {
-        for engine in [EngineKind::IoUring, EngineKind::Blocking] {
+        for engine in ENGINES {
             let Some(device) = LoopDevice::new() else {
                 return;
             };
-            let image = Image::open(&device.device, false).expect("an image");
-            let disk = match RawDisk::with_engine(image, cache, engine) {
-                Ok(disk) => disk,
-                Err(error) => {
-                    println!("skipped: {engine:?}: {error}");
-                    continue;
-                }
+            let Some(disk) = disk_on(&device.device, cache, engine) else {
+                continue;
             };
             let mut clients: Vec<_> = (0..4).map(|_| Client::new(&disk)).collect();
             let all = |clients: &mut Vec<Client>, operation: &dyn Fn(u64) -> Operation| {
