@@ -1,7 +1,7 @@
 //! File systems that really fill up: a tmpfs, if this process may mount one.
 
 use std::path::Path;
-use std::time::{Duration, Instant, SystemTime};
+use std::time::SystemTime;
 
 use walvisor_storage::{
     Backend, BackendQueue, Condition, EngineKind, Failure, FullLogPolicy, Operation, Port, Result,
@@ -56,12 +56,7 @@ fn has(disk: &Path, writes: u64) {
 /// Waits until the disk's condition is so: the log tries each second.
 #[track_caller]
 fn wait_for(store: &Store, is_so: impl Fn(&Condition) -> bool) {
-    let began = Instant::now();
-    while !is_so(&store.disks()[0].condition()) {
-        let condition = store.disks()[0].condition();
-        assert!(began.elapsed() < Duration::from_secs(600), "{condition:?}");
-        std::thread::yield_now();
-    }
+    wait_until("the condition", || is_so(&store.disks()[0].condition()));
 }
 
 /// Whether writes are refused for want of space.
@@ -135,18 +130,13 @@ fn requests_wait_for_space_until_there_is_some_or_they_have_to_end() {
         (0..WRITES).for_each(|at| queue.submit(at, number(at)));
         queue.submit(WRITES, Operation::Flush);
         queue.kick();
-        let (mut done, began) = (Vec::new(), Instant::now());
-        loop {
+        let mut done = Vec::new();
+        wait_until("writes that wait for space", || {
             queue.completions(&mut done);
-            match store.disks()[0].condition() {
-                Condition::NoSpace(trouble) if trouble.pauses_writes => {
-                    assert!(!trouble.refuses_writes);
-                    break;
-                }
-                condition => assert!(began.elapsed() < Duration::from_secs(120), "{condition:?}"),
-            }
-            std::thread::yield_now();
-        }
+            let condition = store.disks()[0].condition();
+            matches!(condition, Condition::NoSpace(trouble)
+                if trouble.pauses_writes && !trouble.refuses_writes)
+        });
         queue.completions(&mut done);
         assert!(done.iter().all(|ended| ended.result.is_ok()));
         let waiting = WRITES as usize + 1 - done.len();
