@@ -189,7 +189,14 @@ impl NestedBoot<'_> {
                 }
                 line(job, text);
             }
-            stuck |= booted && pulse.has_stopped(PULSE_LIMIT) && !is_interactive;
+            if booted && pulse.has_stopped(PULSE_LIMIT) && !is_interactive {
+                stuck = true;
+                let seconds = PULSE_LIMIT.as_secs();
+                line(
+                    job,
+                    &format!("outer: a processor has had no pulse for {seconds} s"),
+                );
+            }
             let mut keyboard = keyboard.iter();
             given_up = keyboard.any(|keyboard| keyboard.gives_up(&mut asked));
             if given_up || stuck || began.elapsed() > limit {

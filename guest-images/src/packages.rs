@@ -329,8 +329,9 @@ fn parse_install_line(line: &str) -> Option<Package> {
 fn is_needed(name: &str, wanted: &[&str]) -> bool {
     let kernel = name.starts_with(KERNEL);
     let meta = kernel && wanted.contains(&name);
-    !meta
-        && (kernel || wanted.contains(&name) || name.starts_with("lib") || name.starts_with("zlib"))
+    let library = ["lib", "zlib"].iter().any(|start| name.starts_with(start))
+        && !["perl", "python"].iter().any(|part| name.contains(part));
+    !meta && (kernel || wanted.contains(&name) || library)
 }
 
 /// The packages as text, one per line, which goes into the images' cache key.
@@ -540,5 +541,6 @@ mod tests {
             "the meta package holds no kernel"
         );
         assert!(!is_needed("perl") && !is_needed("debconf"));
+        assert!(!is_needed("libperl5.36") && !is_needed("libtext-glob-perl"));
     }
 }
