@@ -184,7 +184,7 @@ fn disk(name: &str, transport: TransportKind, backend: impl Backend + 'static) -
         disk: OpenDisk {
             device: BlockConfig {
                 queues: 4,
-                queue_size: 64,
+                queue_size: 1024,
                 ..BlockConfig::default()
             },
             ..OpenDisk::new(name, Arc::new(backend))
