@@ -4,6 +4,7 @@ use std::fs;
 use std::path::Path;
 
 use walvisor_testkit::nbd::RawClient;
+use walvisor_testkit::wait_until;
 use walvisor_tests::have;
 
 use super::{Daemon, client, ctl, refused, succeed};
@@ -51,9 +52,15 @@ fn a_file_comes_out_of_a_disk_that_is_written() {
             fs::remove_file(dir.join("out")).unwrap();
         }
     }
-    // The disk was neither restored nor paused, and goes on.
+    // The disk was neither restored nor paused, and is written as before.
     guest.write(5, 0, &first[..512]);
-    assert_eq!(ctl(dir, "exports")["exports"].as_array().unwrap().len(), 0);
+    // What the last command read ends with its connection.
+    wait_until("the end of its export", || {
+        ctl(dir, "exports")["exports"]
+            .as_array()
+            .unwrap()
+            .is_empty()
+    });
     for (words, status, why) in [
         (
             "--at newest --file /none/x -o out",
