@@ -1,13 +1,17 @@
 # Everything from a fresh clone on Debian, set-up included. Needs Rust (cargo) and, to install packages, root.
 
 CARGO ?= cargo
-# For building: a linker, and for the fuzz targets a C++ compiler. The rest is installed by what needs it, when it needs it.
-PACKAGES = gcc g++ libc6-dev
+# For building: a linker. For a test that takes too long: the stacks of its threads.
+PACKAGES = gcc libc6-dev elfutils
+# What the tests of `make test` use. Each installs what it lacks, but that takes longer than all at once.
+TEST_PACKAGES = bindfs binutils cpio cryptsetup-bin e2fsprogs fdisk fio fuse3 gnutls-bin iproute2 kmod libnbd-bin libxml2-utils lz4 mount \
+  nbd-client nbdkit passt prometheus python3 python3-libnbd qemu-system-x86 qemu-utils rsync sqlite3 systemd user-mode-linux valgrind \
+  xfsprogs xz-utils zstd
 # No questions from apt, and no colours in logs.
 SHELL = bash
 export DEBIAN_FRONTEND = noninteractive
 
-.PHONY: all install uninstall deb demo test soak quick deny setup format lint doc check fuzz api api-update
+.PHONY: all install uninstall deb demo test guests soak deny setup packages format lint doc tests guest-tests doc-tests interleavings features package fuzz api api-update
 
 ## all: the program, target/release/walvisor; then this list
 all: setup
@@ -67,42 +71,23 @@ demo: setup
 	$(CARGO) build --release --package walvisor --package walvisor-guest-images
 	WALVISOR=target/release/walvisor target/release/walvisor-guest-images demo
 
-## test: formatting, lints, documentation, and every test; prints how many were skipped, and why
-test: setup format lint doc
-	@failed=; for part in check fuzz; do $(MAKE) --no-print-directory $$part || failed="$$failed $$part"; done; \
-	[ -z "$$failed" ] || { echo "make test failed in:$$failed (each said why at its end)" >&2; exit 1; }
+## test: formatting, lints, documentation, all tests but those of `make guests`; prints the seconds of each part
+test: setup
+	@tests/parts packages format lint doc tests doc-tests interleavings features
 
-# Recordings of each kind, and which power cuts of each: after each FLUSH, FUA and mark, a window before each FLUSH, and some more.
-# Many times the histories, schedules and fuzzing of a test.
-SOAK_ROUNDS ?= 1
-SOAK_POWER_CUTS ?= each
-SOAK_HISTORIES ?= 1000000
-SOAK_INTERLEAVINGS ?= 50000
-SOAK_MEMBER_CYCLES ?= 1000
-SOAK_FAILING_ROUNDS ?= 200
-SOAK_BACKUP_SECONDS ?= 1200
-SOAK_UBLK_KILLS ?= 50
+## guests: all that boots kernels which are not ours, and the long tests of what is installed and packed
+guests: setup
+	@tests/parts guest-tests package
 
-## soak: thousands of power cuts, a million random histories, long fuzzing; WALVISOR_SEED=N repeats the power cuts
+## soak: for ever, or for SOAK_MINUTES: new seeds, mutants, fuzzing, power cuts, kills; keeps the seeds that fail
 soak: setup
-	WALVISOR_POWER_CUT_ROUNDS=$(SOAK_ROUNDS) WALVISOR_POWER_CUTS=$(SOAK_POWER_CUTS) \
-	  $(CARGO) test --package walvisor-tests --test power_cut --locked -- --nocapture
-	WALVISOR_HISTORIES=$(SOAK_HISTORIES) $(CARGO) test --package walvisor-storage --lib --locked histories -- --nocapture
-	WALVISOR_MEMBER_CYCLES=$(SOAK_MEMBER_CYCLES) $(CARGO) test --package walvisor-storage --test members --locked -- --nocapture
-	WALVISOR_MEMBER_CYCLES=$(SOAK_MEMBER_CYCLES) $(CARGO) test --package walvisor --test serve --locked members -- --nocapture
-	WALVISOR_BACKUP_SECONDS=$(SOAK_BACKUP_SECONDS) $(CARGO) test --package walvisor --test serve --locked backup -- --nocapture
-	WALVISOR_FAILING_ROUNDS=$(SOAK_FAILING_ROUNDS) $(CARGO) test --package walvisor-tests --test media --locked failing -- --nocapture
-	WALVISOR_UBLK_KILLS=$(SOAK_UBLK_KILLS) $(CARGO) test --package walvisor-tests --test ublk_kernel --locked -- --nocapture
-	WALVISOR_INTERLEAVINGS=$(SOAK_INTERLEAVINGS) \
-	  $(CARGO) test --package walvisor-storage --lib --features shuttle --locked interleavings -- --nocapture
-	WALVISOR_PACKED_CRATES=3 $(CARGO) test --package walvisor-tests --test packs --locked
-	$(MAKE) fuzz FUZZ_TIME=250 FUZZ_SHORT_TIME=90
+	@tests/soak
 
 ## api: whether the public items of the crates that others embed are those in their api.txt; `make api-update` writes these
 api: setup
-	$(TEST) --test api
+	tests/run --only tests/api
 api-update: setup
-	WALVISOR_API=update $(TEST) --test api
+	WALVISOR_API=update tests/run --only tests/api
 
 ## deny: whether licences, sources and versions of the dependencies are those that deny.toml allows; needs cargo-deny
 deny:
@@ -110,109 +95,52 @@ deny:
 
 setup:
 	@command -v $(CARGO) >/dev/null || { echo 'cargo is missing: install Rust 1.95 or newer' >&2; exit 1; }
-	@command -v cc >/dev/null && command -v c++ >/dev/null || { echo 'installing with apt-get: $(PACKAGES)'; \
-	  apt-get -q install -y --no-install-recommends $(PACKAGES) || \
-	  { apt-get -q update && apt-get -q install -y --no-install-recommends $(PACKAGES); }; }
+	@command -v cc >/dev/null && command -v eu-stack >/dev/null || $(call install,$(PACKAGES))
 
-## quick: before each commit, in about three minutes after a build: lints, and the tests that need no root, packages or KVM
-quick:
-	$(CARGO) fmt --all --check
-	$(CARGO) clippy --workspace --all-targets --locked -- -D warnings
-	WALVISOR_HISTORIES=500 $(CARGO) test --workspace --locked --lib -- $(SLOW:%=--skip %)
-	$(CARGO) test --workspace --locked --test layers --test links --test messages
+# What the tests would otherwise install one after the other, each when it needs it.
+packages:
+	@dpkg-query -W $(TEST_PACKAGES) >/dev/null 2>&1 || $(call install,$(TEST_PACKAGES))
 
-# Tests of the libraries that take longer than all others together.
-SLOW = every_planted exhaustive damage_is_reported_or_harmless
+install = { echo 'installing with apt-get: $(1)'; apt-get -q install -y --no-install-recommends $(1) || \
+  { apt-get -q update && apt-get -q install -y --no-install-recommends $(1); }; }
 
 format:
 	$(CARGO) fmt --all --check
-	cd storage/fuzz && $(CARGO) fmt --check
-	cd devices/fuzz && $(CARGO) fmt --check
-	cd walvisor/fuzz && $(CARGO) fmt --check
 
 lint:
 	$(CARGO) clippy --workspace --all-targets --locked -- -D warnings
 	$(CARGO) clippy --package walvisor-storage --lib --profile test --features shuttle --locked -- -D warnings
 	CARGO_PROFILE_DEV_PANIC=abort $(CARGO) clippy --package walvisor-guest --bin walvisor-guest --features freestanding --locked -- -D warnings
 
-# The crates for others are packed too: what that refuses would stay unseen until the day of a release.
-PACKED = --package walvisor-block --package walvisor-storage --package walvisor-archive --package walvisor-devices --package walvisor-guest --package walvisor-vmm --package walvisor
-
 doc:
 	RUSTDOCFLAGS='-D warnings' $(CARGO) doc --workspace --no-deps --locked --quiet
-	$(CARGO) package $(PACKED) --no-verify --allow-dirty --offline --quiet
 
-# The output of passed tests is needed to count those that could not run here. What failed is repeated at the end.
-check:
-	@mkdir -p target
-	@set -o pipefail; status=0; \
-	tests/left-over $(MAKE) --no-print-directory test-all 2>&1 | tee target/test.log || status=1; \
-	grep -o 'skipped: .*' target/test.log | sort | uniq -c; \
-	echo "tests: $$(grep -c '^test .* ok$$' target/test.log) ok, of which" \
-	  "$$(grep -c 'skipped: ' target/test.log) could not run here (skipped)"; \
-	grep '^test .* FAILED$$' target/test.log | while read -r _ name _; do \
-	  echo "failed: $$name"; grep -F -A 20 -e "---- $$name stdout ----" target/test.log; done; \
-	grep '^left over: ' target/test.log; \
-	grep '^time limit: ' target/test.log; \
-	exit $$status
+tests:
+	tests/run
 
-# Tests that mostly wait run beside those that compute; each prints at its end. Then the guests that QEMU emulates, one after
-# the other, run beside all other tests with guests or clients, most of which use one processor: the longest first, and two at
-# a time once the emulated ones have ended. Test targets that have one name in several crates run together: with the guests,
-# if one of them is a guests'.
-BESIDE = test-waiting test-computing
-GUESTS_BESIDE = test-emulated $(NATIVE:%=test-of-%)
-.PHONY: test-all $(BESIDE) test-emulated test-workspace test-interleavings test-embedded
-names = $(basename $(notdir $(wildcard $(1:%=%/*.rs)))) $(notdir $(patsubst %/main.rs,%,$(wildcard $(1:%=%/*/main.rs))))
-GUESTS = $(call names,$(addprefix tests/,promises doors guests install tree) benches/tests)
-EMULATED = linux linux_disks kill linux_boot vhost_user jobs own_guest linux_net ublk_kernel
-LONG = power_cut database nbd_kernel drbd tcmu_kernel scsi_conformance
-NATIVE = $(LONG) $(sort $(filter-out $(EMULATED) $(LONG),$(GUESTS)))
-COMPUTING = $(filter-out $(GUESTS),$(call names,$(addsuffix /tests,block storage guest-images)))
-WAITING = $(filter-out $(GUESTS) $(COMPUTING),$(call names,$(addsuffix /tests,vmm walvisor devices)))
+guest-tests:
+	tests/run --tier guests --limit 1200
 
-# Examples with tests.
-EXAMPLES = embed event_loop
+doc-tests:
+	$(CARGO) test --workspace --locked --doc --quiet
 
-# All commands take the same packages, so that they have the same features: nothing is built twice.
-TIME_LIMIT = --config 'target."cfg(unix)".runner = "$(abspath tests/time-limit)"'
-TEST = $(CARGO) test --workspace --locked --no-fail-fast $(TIME_LIMIT)
-
-test-all:
-	$(TEST) --no-run
-	@failed=; for lanes in "$(BESIDE)" "$(GUESTS_BESIDE)"; do \
-	$(MAKE) --no-print-directory --keep-going --jobs=2 --output-sync $$lanes || failed=1; done; [ -z "$$failed" ]
-
-test-emulated:
-	+@$(call each,$(EMULATED:%=test-of-%))
-
-# Each of these targets, whether or not one before it failed.
-each = failed=; for part in $(1); do $(MAKE) --no-print-directory $$part || failed=1; done; [ -z "$$failed" ]
-
-test-of-%:
-	$(TEST) --test $* -- --show-output
-
-test-waiting:
-	$(TEST) $(WAITING:%=--test %) -- --show-output
-
-test-computing:
-	+@$(call each,test-workspace test-interleavings test-embedded)
-
-test-workspace:
-	$(TEST) --lib --bins $(EXAMPLES:%=--example %) $(COMPUTING:%=--test %) -- --show-output
-	$(TEST) --doc -- --show-output
-
-test-interleavings:
-	$(CARGO) test --package walvisor-storage --lib --features shuttle --locked $(TIME_LIMIT) interleavings -- --show-output
+# Threads of the store in every order, on a scheduler of their own.
+interleavings:
+	$(CARGO) test --package walvisor-storage --lib --features shuttle --locked interleavings
 
 # A program that brings its own disk gets neither the store nor io_uring nor KVM with the devices. Without the default
 # features it gets no TLS either, and each feature builds alone. What is installed needs nothing of the tests.
-test-embedded:
+features:
 	! $(CARGO) tree --package walvisor-devices --edges normal --locked | grep -E 'walvisor-storage|io-uring|kvm'
 	! $(CARGO) tree --package walvisor-devices --edges normal --no-default-features --locked | grep -E 'rustls|webpki'
 	! $(CARGO) tree --package walvisor --package walvisor-manual --edges normal,build --locked | grep -E 'walvisor-test|blkio|vhost v|trycmd'
 	for feature in '' nbd scsi tcmu tls ublk vhost-user; do \
 	  $(CARGO) check --package walvisor-devices --no-default-features --features "$$feature" --locked || exit; done
+
+# The crates for others: what packing refuses would stay unseen until the day of a release.
+PACKED = --package walvisor-block --package walvisor-storage --package walvisor-archive --package walvisor-devices --package walvisor-guest --package walvisor-vmm --package walvisor
+package:
+	$(CARGO) package $(PACKED) --no-verify --allow-dirty --offline --quiet
 
 # libFuzzer's counters, on a stable compiler: what cargo-fuzz passes to a nightly one.
 COVERAGE = --cfg fuzzing -Ccodegen-units=1 -Cpasses=sancov-module -Cllvm-args=-sanitizer-coverage-level=4 \
@@ -225,7 +153,7 @@ FUZZ_SEED ?= 1
 # What is built for them, and what each target finds.
 FUZZ_DIR = $(CURDIR)/target/fuzz
 
-## fuzz: mutated logs, hostile drivers, SCSI commands, any text on the control socket; what they find in `target/fuzz/corpus` makes the next run deeper
+## fuzz: mutated logs, hostile drivers, SCSI commands, any text on the control socket; a failing input joins the corpus that `make test` replays
 fuzz: setup
 	@$(MAKE) --no-print-directory --keep-going --jobs=2 --output-sync $(FUZZ)
 
@@ -253,16 +181,18 @@ fuzz-virtio_scsi: fuzz-build
 	$(call run_fuzz,devices/fuzz,virtio_scsi,$(FUZZ_SHORT_TIME),2048)
 
 fuzz-build:
-	@cd walvisor/fuzz && host=$$(rustc -vV | sed -n 's/^host: //p') && \
+	@command -v c++ >/dev/null || $(call install,g++)
+	@host=$$(rustc -vV | sed -n 's/^host: //p') && \
 	export RUSTFLAGS='$(COVERAGE) -D warnings' RUSTC_WORKSPACE_WRAPPER=clippy-driver CARGO_TARGET_DIR=$(FUZZ_DIR) && \
-	$(CARGO) build --workspace --release --locked --target $$host
+	$(CARGO) build --profile fuzz --locked --target $$host --features libfuzzer \
+	  --package walvisor-storage-fuzz --package walvisor-devices-fuzz --package walvisor-fuzz
 
 # Of the package in $(1) the target $(2), for $(3) seconds, on inputs of at most $(4) bytes.
 define run_fuzz
-	@cd $(1) && target=$(FUZZ_DIR)/$$(rustc -vV | sed -n 's/^host: //p')/release/$(2) log=$(FUZZ_DIR)/$(2).log && \
-	mkdir -p $(FUZZ_DIR)/corpus/$(2) artifacts && \
+	@cd $(1) && target=$(FUZZ_DIR)/$$(rustc -vV | sed -n 's/^host: //p')/fuzz/$(2) log=$(FUZZ_DIR)/$(2).log && \
+	mkdir -p $(FUZZ_DIR)/corpus/$(2) && \
 	if ! RUST_BACKTRACE=0 $$target -seed=$(FUZZ_SEED) -max_total_time=$(3) -timeout=5 -rss_limit_mb=512 \
-	  -max_len=$(4) -artifact_prefix=artifacts/ $(FUZZ_DIR)/corpus/$(2) corpus/$(2) >$$log 2>&1; then \
+	  -max_len=$(4) -artifact_prefix=corpus/$(2)/ $(FUZZ_DIR)/corpus/$(2) corpus/$(2) >$$log 2>&1; then \
 	  tail -n 40 $$log; \
 	  echo "replay: $$target $(1)/<the file named above>"; exit 1; \
 	fi; \

@@ -1,11 +1,13 @@
 //! Runs each test of the workspace in a process of its own: several at a time, each with a limit.
 //!
 //! ```text
-//! walvisor-test-runner [--jobs N] [--limit SECONDS] [--shuffle SEED] [--only ID] [--skip ID] [WORD ...]
+//! walvisor-test-runner [--tier test|guests|all] [--jobs N] [--limit SECONDS] [--shuffle SEED]
+//!                      [--only ID] [--skip ID] [WORD ...]
 //! ```
 //!
-//! A test's ID is `PACKAGE/TARGET/PATH`, such as `storage/lib/log::ring::tests::a_ring_wraps`.
-//! `--only` and `--skip` take the beginning of an ID and may be repeated; a WORD is any part of it.
+//! The tier is `test`, or `all` if something names tests. A test's ID is `PACKAGE/TARGET/PATH`, such
+//! as `storage/lib/log::ring::tests::a_ring_wraps`. `--only` and `--skip` take the beginning of an
+//! ID and may be repeated; a WORD is any part of it.
 //!
 //! A process of its own shares nothing with other tests, may crash alone, and can be ended alone.
 //! Whoever ends a test for its limit first sees what its threads do, and what its daemons have
@@ -19,11 +21,12 @@ mod limit;
 mod processes;
 mod report;
 mod targets;
+mod tiers;
 
 use std::collections::VecDeque;
 use std::fs::{self, File};
 use std::os::unix::process::CommandExt;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::process::{Command, ExitCode, ExitStatus, Stdio};
 use std::sync::Mutex;
 use std::thread;
@@ -33,9 +36,11 @@ use crate::limit::End;
 use crate::processes::MARK;
 use crate::report::{Report, TestResult, Verdict};
 use crate::targets::Test;
+use crate::tiers::Tier;
 
 /// What the command line asks for.
 struct Options {
+    tier: Option<Tier>,
     /// Tests at a time.
     jobs: usize,
     /// What a test may take.
@@ -51,6 +56,7 @@ impl Options {
     fn parse(mut words: impl Iterator<Item = String>) -> Result<Self, String> {
         let cores = thread::available_parallelism().map_or(1, usize::from);
         let mut options = Self {
+            tier: None,
             jobs: 2 * cores,
             limit: Duration::from_secs(300),
             shuffle: None,
@@ -65,6 +71,7 @@ impl Options {
                 number.ok_or(format!("{word} {text}: give a whole number above 0"))
             };
             match word.as_str() {
+                "--tier" => options.tier = Some(Tier::parse(&value()?)?),
                 "--jobs" => options.jobs = usize::try_from(number(value()?)?).unwrap_or(usize::MAX),
                 "--limit" => options.limit = Duration::from_secs(number(value()?)?),
                 "--shuffle" => options.shuffle = Some(number(value()?)?),
@@ -78,8 +85,11 @@ impl Options {
     }
 
     fn selects(&self, id: &str) -> bool {
+        let names_some = !self.only.is_empty() || !self.words.is_empty();
+        let usual = if names_some { Tier::All } else { Tier::Test };
         let begins = |starts: &[String]| starts.iter().any(|start| id.starts_with(start));
-        (self.only.is_empty() || begins(&self.only))
+        self.tier.unwrap_or(usual).has(id)
+            && (self.only.is_empty() || begins(&self.only))
             && !begins(&self.skip)
             && (self.words.is_empty() || self.words.iter().any(|word| id.contains(word)))
     }
@@ -103,11 +113,17 @@ fn run(options: &Options) -> Result<bool, String> {
     let built = targets::build()?;
     let began = Instant::now();
     let mut tests: Vec<Test> = built.tests()?;
+    for start in tiers::GUESTS {
+        if !tests.iter().any(|test| test.id.starts_with(start)) {
+            return Err(format!(
+                "tests/runner/src/tiers.rs: no test begins with {start}"
+            ));
+        }
+    }
     tests.retain(|test| options.selects(&test.id));
     if tests.is_empty() {
         return Err("no test has such an ID".to_owned());
     }
-    // Below the target directory, as all that is built.
     let place = built.target_directory.join("tests");
     let results = place.join("results.txt");
     order(&mut tests, options.shuffle, &report::read_times(&results));
@@ -116,6 +132,7 @@ fn run(options: &Options) -> Result<bool, String> {
     let _ = fs::remove_dir_all(&outputs);
     fs::create_dir_all(&outputs).map_err(|error| format!("{}: {error}", outputs.display()))?;
 
+    let programs = built.target_directory.join("debug");
     let report = Mutex::new(Report::new(tests.len()));
     let queue = Mutex::new(VecDeque::from(tests));
     let next = || queue.lock().expect("no panic").pop_front();
@@ -123,7 +140,7 @@ fn run(options: &Options) -> Result<bool, String> {
         for _ in 0..options.jobs {
             scope.spawn(|| {
                 while let Some(test) = next() {
-                    let result = run_test(&test, options.limit, &outputs);
+                    let result = run_test(&test, options.limit, &outputs, &programs);
                     report.lock().expect("no panic").add(result);
                 }
             });
@@ -162,16 +179,16 @@ fn order(tests: &mut [Test], seed: Option<u64>, times: &report::Times) {
 }
 
 /// Runs a test, a second time only if the kernel has lost requests of the first one.
-fn run_test(test: &Test, limit: Duration, outputs: &Path) -> TestResult {
+fn run_test(test: &Test, limit: Duration, outputs: &Path, programs: &Path) -> TestResult {
     let output = outputs.join(format!(
         "{}.txt",
         test.id.replace('/', "-").replace("::", "-")
     ));
     let began = Instant::now();
-    let mut attempt = attempt(test, limit, &output);
+    let mut attempt = attempt(test, limit, &output, programs);
     let retried = matches!(attempt, Ok((End::LostByKernel, _)));
     if retried {
-        attempt = self::attempt(test, limit, &output);
+        attempt = self::attempt(test, limit, &output, programs);
     }
     let took = began.elapsed();
     let mut text = String::from_utf8_lossy(&fs::read(&output).unwrap_or_default()).into_owned();
@@ -206,12 +223,18 @@ fn verdict(status: ExitStatus, alone: bool, output: &str) -> Verdict {
 }
 
 /// How one attempt ends, and what has outlived it.
-fn attempt(test: &Test, limit: Duration, output: &PathBuf) -> std::io::Result<(End, Vec<String>)> {
+fn attempt(
+    test: &Test,
+    limit: Duration,
+    output: &Path,
+    programs: &Path,
+) -> std::io::Result<(End, Vec<String>)> {
     let file = File::create(output)?;
     let mut child = Command::new(&test.program)
         .args([test.name.as_str(), "--exact", "--nocapture"])
         .current_dir(&test.directory)
         .env("CARGO_MANIFEST_DIR", &test.directory)
+        .env("WALVISOR_BUILT", programs)
         .env(MARK, &test.id)
         .stdin(Stdio::null())
         .stdout(file.try_clone()?)
@@ -224,6 +247,8 @@ fn attempt(test: &Test, limit: Duration, output: &PathBuf) -> std::io::Result<(E
 
 #[cfg(test)]
 mod tests {
+    use std::path::PathBuf;
+
     use super::*;
 
     fn options(text: &str) -> Result<Options, String> {
@@ -234,18 +259,21 @@ mod tests {
     fn ids_are_selected_by_their_beginning_or_a_word() {
         let select = |text, id| options(text).map(|options| options.selects(id)).unwrap();
         for (text, expected) in [
-            ("", true),
-            ("--only tests/kill", true),
-            ("--only tests/linux --only tests/kill", true),
-            ("--only kill", false),
-            ("--skip tests/kill/one", false),
-            ("kill", true),
-            ("linux", false),
-            ("linux one", true),
+            ("", false),
+            ("--tier guests", true),
+            ("--tier test jobs", false),
+            ("--tier all", true),
+            ("--only tests/guests_jobs", true),
+            ("--only tests/media --only tests/guests_jobs", true),
+            ("--only jobs", false),
+            ("--skip tests/guests_jobs/one", false),
+            ("jobs", true),
+            ("media", false),
+            ("media one", true),
         ] {
-            assert_eq!(select(text, "tests/kill/one"), expected, "{text}");
+            assert_eq!(select(text, "tests/guests_jobs/one"), expected, "{text}");
         }
-        for wrong in ["--jobs", "--jobs 0", "--limit x", "--fast"] {
+        for wrong in ["--jobs", "--jobs 0", "--limit x", "--fast", "--tier x"] {
             assert!(options(wrong).is_err(), "{wrong}");
         }
     }

@@ -7,7 +7,7 @@ use serde_json::Value;
 
 /// What has tests, of all packages at once: so each dependency has one set of features, and cargo
 /// builds nothing twice.
-const BUILD: &[&str] = &[
+const TESTS: &[&str] = &[
     "test",
     "--workspace",
     "--locked",
@@ -18,6 +18,16 @@ const BUILD: &[&str] = &[
     "--tests",
     "--example=embed",
     "--example=event_loop",
+];
+
+/// The programs that tests run. With the example, they get the same features of dependencies.
+const PROGRAMS: &[&str] = &[
+    "build",
+    "--workspace",
+    "--locked",
+    "--quiet",
+    "--bins",
+    "--example=embed",
 ];
 
 /// One test.
@@ -47,19 +57,11 @@ pub(crate) struct Built {
     targets: Vec<Target>,
 }
 
-/// Builds all tests; cargo shows its progress and complaints.
+/// Builds all tests, and the programs that they run; cargo shows its progress and complaints.
 pub(crate) fn build() -> Result<Built, String> {
-    let cargo = std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into());
-    let output = Command::new(&cargo)
-        .args(BUILD)
-        .stderr(Stdio::inherit())
-        .output()
-        .map_err(|error| format!("{}: {error}", cargo.display()))?;
-    if !output.status.success() {
-        return Err("the tests cannot be built: see above".to_owned());
-    }
+    let messages = cargo(TESTS)?;
+    cargo(PROGRAMS)?;
     let top = std::env::current_dir().map_err(|error| format!("working directory: {error}"))?;
-    let messages = String::from_utf8_lossy(&output.stdout);
     let targets: Vec<_> = messages
         .lines()
         .filter_map(|line| target(&top, &serde_json::from_str(line).ok()?))
@@ -71,6 +73,20 @@ pub(crate) fn build() -> Result<Built, String> {
         target_directory: target_directory.ok_or("no target directory")?.to_owned(),
         targets,
     })
+}
+
+/// What a run of cargo prints.
+fn cargo(arguments: &[&str]) -> Result<String, String> {
+    let cargo = std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into());
+    let output = Command::new(&cargo)
+        .args(arguments)
+        .stderr(Stdio::inherit())
+        .output()
+        .map_err(|error| format!("{}: {error}", cargo.display()))?;
+    if !output.status.success() {
+        return Err("the tests cannot be built: see above".to_owned());
+    }
+    Ok(String::from_utf8_lossy(&output.stdout).into_owned())
 }
 
 /// The program with tests that a message of cargo tells of, in the workspace at `top`.

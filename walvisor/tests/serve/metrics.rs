@@ -7,6 +7,7 @@ use std::net::{Shutdown, TcpListener, TcpStream};
 use std::os::unix::fs::PermissionsExt;
 use std::os::unix::net::UnixStream;
 use std::path::Path;
+use std::process::{Command, Stdio};
 use std::time::Duration;
 
 use rustix::process::Signal;
@@ -18,7 +19,7 @@ use walvisor_testkit::wait_until;
 use walvisor_tests::{have, metrics_complaints};
 
 use super::vhost_user::Client;
-use super::{Daemon, client, create, ctl, errors, foreign, refused, serve, serve_telling};
+use super::{Daemon, client, create, ctl, errors, refused, serve, serve_telling};
 
 const PAGES: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/../docs/operations/prometheus");
 
@@ -104,7 +105,8 @@ fn prometheus_and_the_dashboard_find_what_they_ask_for() {
     fs::write(dir.join("prometheus.yml"), config.replace("15s", "1s")).unwrap();
     client(dir, "promtool", &["check", "config", "prometheus.yml"]);
     let web = free_address();
-    let mut prometheus = foreign(dir, "prometheus");
+    let mut prometheus = Command::new("prometheus");
+    prometheus.current_dir(dir).stdin(Stdio::null());
     prometheus.args(["--config.file=prometheus.yml", "--storage.tsdb.path=tsdb"]);
     prometheus.arg(format!("--web.listen-address={web}"));
     let log = fs::File::create(dir.join("prometheus.log")).unwrap();

@@ -45,7 +45,7 @@ const LOG: &str = "/dev/ubda";
 /// Number of random points, besides the points of `each`.
 const SOME: usize = 240;
 /// How often new points are chosen until one shows the fault.
-const TRIES: usize = 4;
+const TRIES: usize = 20;
 
 fn main() -> ExitCode {
     let arguments: Vec<String> = std::env::args().skip(1).collect();
