@@ -10,6 +10,8 @@ TEST_PACKAGES = bindfs binutils cpio cryptsetup-bin e2fsprogs fdisk fio fuse3 gn
 # No questions from apt, and no colours in logs.
 SHELL = bash
 export DEBIAN_FRONTEND = noninteractive
+# A first build gains nothing from being kept in parts for the next one.
+export CARGO_INCREMENTAL ?= $(if $(wildcard $(or $(CARGO_TARGET_DIR),target)/debug),1,0)
 
 .PHONY: all install uninstall deb demo test guests soak deny setup packages format lint doc tests guest-tests doc-tests interleavings features package fuzz api api-update
 
