@@ -1,4 +1,4 @@
-//! The program that runs in the machine that loses power, in user-mode Linux. `tests/power_cut.rs`
+//! The program that runs in the machine that loses power, in user-mode Linux. `promises/power_cut.rs`
 //! starts it.
 //!
 //! ```text
