@@ -1,5 +1,5 @@
-//! The program that runs in the machine that loses power, in user-mode Linux. `promises/power_cut.rs`
-//! starts it.
+//! The program that runs in the machine that loses power, in user-mode Linux.
+//! `promises/power_cut.rs` starts it.
 //!
 //! ```text
 //!   record.rs: mkfs, disks made, served, killed, closed, resized      points.rs: the moments at which power is cut
