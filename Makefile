@@ -10,8 +10,6 @@ TEST_PACKAGES = bindfs binutils cpio cryptsetup-bin e2fsprogs fdisk fio fuse3 gn
 # No questions from apt, and no colours in logs.
 SHELL = bash
 export DEBIAN_FRONTEND = noninteractive
-# A first build gains nothing from being kept in parts for the next one.
-export CARGO_INCREMENTAL ?= $(if $(wildcard $(or $(CARGO_TARGET_DIR),target)/debug),1,0)
 
 .PHONY: all install uninstall deb demo test guests soak deny setup packages format lint doc tests guest-tests doc-tests interleavings features package fuzz api api-update
 
@@ -112,6 +110,8 @@ format:
 lint:
 	$(CARGO) clippy --workspace --all-targets --locked -- -D warnings
 	$(CARGO) clippy --package walvisor-storage --lib --profile test --features shuttle --locked -- -D warnings
+	CUSTOM_LIBFUZZER_PATH=/none/libnone.a $(CARGO) clippy --package walvisor-storage-fuzz --package walvisor-devices-fuzz --package walvisor-fuzz \
+	  --bins --features libfuzzer --locked -- -D warnings
 	CARGO_PROFILE_DEV_PANIC=abort $(CARGO) clippy --package walvisor-guest --bin walvisor-guest --features freestanding --locked -- -D warnings
 
 doc:
@@ -121,7 +121,7 @@ tests:
 	tests/run
 
 guest-tests:
-	tests/run --tier guests --limit 1200
+	tests/run --tier guests --limit 3600
 
 doc-tests:
 	$(CARGO) test --workspace --locked --doc --quiet

@@ -5,9 +5,10 @@ use std::fmt::Write as _;
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::Command;
-use std::sync::{Mutex, PoisonError};
 use std::thread;
 use std::time::{Duration, Instant};
+
+use rustix::fs::{FlockOperation, flock};
 
 use crate::error::{Error, FileContext, Result};
 use crate::process::{is_installed, run};
@@ -417,13 +418,19 @@ pub(crate) fn unpack_files(directory: &Path, root: &Path, reporter: &Reporter) -
 }
 
 /// Of `(program, package)` pairs, installs the packages whose programs this machine lacks, and
-/// prints a note. Callers in this process take turns, so that none installs a package twice.
+/// prints a note. Callers take turns, those in other processes too, so that none installs a package
+/// twice and none takes a program that is not configured yet.
 ///
 /// # Errors
 /// apt fails, usually because the caller is not root.
 pub fn install_missing(needs: &[(&str, &str)], reporter: &Reporter) -> Result<()> {
-    static INSTALLING: Mutex<()> = Mutex::new(());
-    let _guard = INSTALLING.lock().unwrap_or_else(PoisonError::into_inner);
+    // Apt's own locks make a second `update` fail at once. Where apt is missing, it fails below.
+    let turn = fs::File::open("/var/lib/apt").ok();
+    if let Some(turn) = &turn {
+        flock(turn, FlockOperation::LockExclusive)
+            .map_err(std::io::Error::from)
+            .at("lock", Path::new("/var/lib/apt"))?;
+    }
     let mut missing: Vec<&str> = needs
         .iter()
         .filter(|(program, _)| !is_installed(program))

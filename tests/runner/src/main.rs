@@ -25,7 +25,6 @@ mod tiers;
 
 use std::collections::VecDeque;
 use std::fs::{self, File};
-use std::os::unix::process::CommandExt;
 use std::path::Path;
 use std::process::{Command, ExitCode, ExitStatus, Stdio};
 use std::sync::Mutex;
@@ -118,6 +117,11 @@ fn run(options: &Options) -> Result<bool, String> {
             return Err(format!(
                 "tests/runner/src/tiers.rs: no test begins with {start}"
             ));
+        }
+    }
+    for start in &options.only {
+        if !tests.iter().any(|test| test.id.starts_with(start)) {
+            return Err(format!("--only {start}: no test begins with it"));
         }
     }
     tests.retain(|test| options.selects(&test.id));
@@ -218,6 +222,10 @@ fn verdict(status: ExitStatus, alone: bool, output: &str) -> Verdict {
     if !status.success() || !alone {
         return Verdict::Failed;
     }
+    // A test that ends its process with status 0 has not passed.
+    if !output.contains("test result: ok. 1 passed") {
+        return Verdict::Failed;
+    }
     let skipped = output.lines().find(|line| line.starts_with("skipped: "));
     skipped.map_or(Verdict::Passed, |why| Verdict::Skipped(why.to_owned()))
 }
@@ -239,7 +247,6 @@ fn attempt(
         .stdin(Stdio::null())
         .stdout(file.try_clone()?)
         .stderr(file.try_clone()?)
-        .process_group(0)
         .spawn()?;
     let end = limit::wait(&mut child, limit, file)?;
     Ok((end, processes::end_left(&test.id)))
@@ -313,11 +320,17 @@ mod tests {
                 .status()
                 .unwrap()
         };
-        assert_eq!(verdict(status(0), true, "a\n"), Verdict::Passed);
+        let passed = "test result: ok. 1 passed; 0 failed";
+        assert_eq!(verdict(status(0), true, passed), Verdict::Passed);
         let why = "skipped: no KVM";
         let skipped = Verdict::Skipped(why.to_owned());
-        assert_eq!(verdict(status(0), true, &format!("a\n{why}\n")), skipped);
-        assert_eq!(verdict(status(1), true, why), Verdict::Failed);
-        assert_eq!(verdict(status(0), false, ""), Verdict::Failed);
+        let output = format!("a\n{why}\n{passed}\n");
+        assert_eq!(verdict(status(0), true, &output), skipped);
+        assert_eq!(verdict(status(1), true, &output), Verdict::Failed);
+        assert_eq!(verdict(status(0), false, &output), Verdict::Failed);
+        assert_eq!(
+            verdict(status(0), true, "it has called exit"),
+            Verdict::Failed
+        );
     }
 }

@@ -508,6 +508,7 @@ impl FollowingPush<'_> {
         let mut retry = Retry::new(self.interval);
         let mut uploader: Option<Uploader<'_>> = None;
         let mut ends = false;
+        let mut soon = SOON;
         // Another push of this machine may be sending the last of what it has.
         let mut fenced = 0;
         loop {
@@ -534,14 +535,18 @@ impl FollowingPush<'_> {
                     let idle = (tick.caught_up || tick.log_bytes == 0) && tick.base.is_none();
                     if idle {
                         let rest = if self.sync && !tick.caught_up {
-                            // A request waits for what can't be read yet, and will not wake again.
-                            SOON
+                            // Nothing else wakes this push for the request that waits for what
+                            // can't be read yet.
+                            soon = (2 * soon).min(self.interval.max(SOON));
+                            soon
                         } else {
+                            soon = SOON;
                             self.interval.saturating_sub(begun.elapsed())
                         };
                         ends = self.wait(rest, self.sync);
                         continue;
                     }
+                    soon = SOON;
                     Duration::ZERO
                 }
                 Err(error) => {

@@ -27,7 +27,7 @@ const OWNER: &str = "control socket";
 
 /// The stack of each thread. A client's thread does whatever a request asks for, up to opening
 /// disks and archives, in programs that are built without optimisation too. The deepest requests of
-/// the tests take less than an eighth of it there, and what is never touched costs no memory.
+/// the tests take less than an eighth of it there. Stack that is never touched costs no memory.
 const STACK: usize = 1 << 20;
 
 /// A thread of the server.

@@ -12,7 +12,7 @@ use walvisor_vmm::control::{RunControl, RunEnd};
 use super::recorder::{Event, Measurement};
 use walvisor_guest::contract::{GuestMessage, LoadResult, Outcome};
 
-/// Longest time for which a guest neither says a line nor exits: it sleeps, or turns in a circle.
+/// Longest time for which a guest neither says a line nor exits: it sleeps, or loops.
 pub const PATIENCE: Duration = Duration::from_secs(60);
 
 /// How many times as long a guest may take from one line to the next while it exits. One that polls
