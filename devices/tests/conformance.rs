@@ -67,6 +67,7 @@ fn every_requirement_names_a_test_that_exists() {
         "tests/virtio_blk",
         "tests/virtio_net",
         "tests/virtio_scsi",
+        "fuzz/tests",
         "../guest-images/guest/src/conformance",
         "src/block",
         "src/net",

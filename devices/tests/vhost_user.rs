@@ -218,8 +218,8 @@ fn no_message_harms_the_server_of_a_scsi_target() {
     device.add_unit(disk(), &config()).unwrap();
     let first = device.first_unit();
     assert!(survives(device, 4));
-    // Rings must have run. Hardly any of these chains has room for a response; the tests of
-    // virtio-scsi have better ones.
+    // Rings must have run. Hardly any of these chains has room for a response; the random inputs of
+    // the fuzz target have better ones.
     let counts = first.metrics.counts();
     assert!(counts.doorbells > 100, "{counts:?}");
 }

@@ -3,7 +3,8 @@
 //!
 //! `make fuzz` builds the targets in `bin` on stable Rust, with libFuzzer, and runs each for a while
 //! on the seeds in `corpus`. It leaves an input that fails there. An ordinary test (`tests/corpus.rs`)
-//! runs all of these; a target with a file as its only argument runs that input alone.
+//! runs all of these, and others that it makes of them by chance; a target with a file as its only
+//! argument runs that input alone.
 //!
 //! ```text
 //!   requests: any chains, a model of the disk                   ─┬─ machine.rs: a device over MMIO, and its guest's memory

@@ -100,7 +100,9 @@ impl<D: Device> Machine<D> {
             {
                 let odd = u32::from(flags >> 5 & 1);
                 let len = (u32::from(left) + 1) * 16 + odd;
-                self.describe(table, index, indirect, len, 4, 0);
+                // The write-only flag of a descriptor that refers to a table has no meaning.
+                let bits = 4 | u16::from(flags & 1) << 1;
+                self.describe(table, index, indirect, len, bits, 0);
                 (table, index, entries) = (indirect, 0, u16::from(left) + 1);
             }
             let next = match flags >> 3 & 3 {

@@ -50,9 +50,11 @@ struct Machine {
     ring: Option<CommandRing>,
     /// Commands that were taken and not answered yet.
     taken: Vec<Command>,
-    /// The expected outcome of each answered command: its status, and the value of its data's
-    /// bytes.
-    expected: HashMap<u16, (u8, u8)>,
+    /// What the kernel has queued and the test has not taken yet.
+    queued: HashMap<u16, Request>,
+    /// The expected outcome of each answered command: its status, the value of its data's bytes,
+    /// and how many of them there are.
+    expected: HashMap<u16, (u8, u8, usize)>,
     /// The input has overwritten mailbox or ring, so results are no longer compared.
     hostile: bool,
 }
@@ -68,6 +70,7 @@ impl Machine {
             memory,
             ring: Some(ring),
             taken: Vec::new(),
+            queued: HashMap::new(),
             expected: HashMap::new(),
             hostile: false,
         }
@@ -102,10 +105,14 @@ impl Machine {
         };
         cdb[7.min(len - 1)] = (len - 8.min(len)) as u8;
         let sizes = [0, 1, 512, BLOCK, BLOCK + 1, 3 * BLOCK];
-        let out = vec![input.byte(); input.of(&sizes)];
+        let (byte, len) = (input.byte(), input.of(&sizes));
+        let out: Vec<u8> = (0..len).map(|at| byte ^ (at / 251) as u8).collect();
         let read = input.of(&sizes);
+        let request = Request { cdb, out, read };
         // The kernel may have no room: the command is then dropped.
-        self.kernel.queue(Request { cdb, out, read });
+        if let Some(id) = self.kernel.queue(request.clone()) {
+            self.queued.insert(id, request);
+        }
     }
 
     /// Takes an entry; returns whether there was one.
@@ -119,6 +126,10 @@ impl Machine {
                 if !command.data.is_empty() {
                     command.data.read(0, &mut first);
                     command.data.read(command.data.len() - 1, &mut first);
+                }
+                if !self.hostile {
+                    let queued = self.queued.remove(&command.ticket.id());
+                    check_taken(&command, &queued.expect("was queued"));
                 }
                 self.taken.push(command);
             }
@@ -144,14 +155,22 @@ impl Machine {
         } else {
             &command.bidi
         };
-        let bytes = vec![byte; buffer.len().min(2 * BLOCK)];
-        buffer.write(buffer.len() - bytes.len(), &bytes);
+        // All of it, in parts, unless a hostile length would take long; and its end.
+        let len = buffer.len();
+        let (split, end) = (len.min(usize::from(byte) * 37), len - len.min(BLOCK));
+        for part in [0..split, split..len.min(3 * BLOCK), end..len] {
+            buffer.write(part.start, &vec![byte; part.len()]);
+        }
         let sense = [byte; 18];
-        self.expected.insert(command.ticket.id(), (status, byte));
+        // A read that ends early. 0 means all.
+        let read = (byte & 1 == 1).then_some(len / 2);
+        let count = read.filter(|read| *read > 0).unwrap_or(len);
+        let outcome = (status, byte, if status == 0 { count } else { 0 });
+        self.expected.insert(command.ticket.id(), outcome);
         let answer = Response {
             status,
             sense: if status == 2 { &sense } else { &[] },
-            read: None,
+            read: read.map(|read| read as u32),
         };
         if let Some(ring) = &mut self.ring {
             ring.complete(command.ticket, &answer);
@@ -160,17 +179,25 @@ impl Machine {
 
     fn publish(&mut self) {
         let Some(ring) = &mut self.ring else { return };
+        if !self.hostile {
+            let early = self.kernel.take_ended();
+            assert!(early.is_empty(), "not before they are published");
+        }
         ring.publish();
         if self.hostile {
             return;
         }
         for ended in self.kernel.take_ended() {
-            let (status, byte) = self.expected.remove(&ended.id).expect("was answered");
+            let expected = self.expected.remove(&ended.id);
+            let (status, byte, len) = expected.expect("was answered");
             assert_eq!(ended.status, status);
             if status == 2 {
                 assert!(ended.sense.starts_with(&[byte; 18]));
+                assert!(ended.sense[18..].iter().all(|byte| *byte == 0));
             }
-            assert!(ended.data.last().is_none_or(|last| *last == byte));
+            // What only writes has no data that comes back.
+            assert!(ended.data.is_empty() || ended.data.len() == len);
+            assert!(ended.data.iter().all(|found| *found == byte));
         }
     }
 
@@ -197,6 +224,23 @@ impl Machine {
             }
         }
     }
+}
+
+/// Compares a command with the one that the kernel has queued.
+fn check_taken(command: &Command, queued: &Request) {
+    assert_eq!(command.cdb.as_slice(), queued.cdb);
+    let (out, read) = (&queued.out, queued.read);
+    if out.is_empty() {
+        return assert_eq!((command.data.len(), command.bidi.len()), (read, 0));
+    }
+    assert_eq!((command.data.len(), command.bidi.len()), (out.len(), read));
+    let mut bytes = vec![0; out.len()];
+    command.data.read(0, &mut bytes);
+    assert_eq!(bytes, *out);
+    // A part that begins in one block and ends in another.
+    let middle = out.len() / 3..out.len();
+    command.data.read(middle.start, &mut bytes[middle.clone()]);
+    assert_eq!(bytes[middle.clone()], out[middle]);
 }
 
 /// Runs an input.

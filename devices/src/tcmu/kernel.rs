@@ -3,6 +3,7 @@
 //!
 //! For tests, and for a fuzz target that includes this file. Like the kernel, it keeps its state in
 //! private memory, and reads from the shared memory only what it has to.
+#![allow(dead_code, reason = "the fuzz target uses more of it")]
 
 use std::collections::HashMap;
 use std::sync::Arc;

@@ -51,13 +51,10 @@ fn a_batch_is_one_doorbell_one_kick_and_one_interrupt(kind: Kind) {
 /// More than 2^16 used elements, so that the indices wrap.
 fn an_interrupt_is_never_missing(kind: Kind) {
     let mut driver = Driver::start(kind, RamDisk::new(64), config(1), EVERYTHING);
-    let posted: Vec<PostedRequest> = (0..16)
-        .map(|sector| driver.post(0, VIRTIO_BLK_T_IN, sector, &[], 512))
-        .collect();
-    let heads: Vec<u16> = posted.iter().map(|post| post.head).collect();
-    let mut ended = 0u32;
-    let mut in_flight = heads.len();
-    let mut interrupts = 0;
+    for sector in 0..16 {
+        driver.post(0, VIRTIO_BLK_T_IN, sector, &[], 512);
+    }
+    let (mut ended, mut interrupts) = (0u32, 0);
     driver.rings[0].set_used_event(0);
     driver.kick(0);
     while ended < 70_000 {
@@ -72,9 +69,7 @@ fn an_interrupt_is_never_missing(kind: Kind) {
                     .take_used_keep_chain()
                     .expect("a used chain");
                 ended += 1;
-                in_flight -= 1;
                 driver.rings[0].offer(head);
-                in_flight += 1;
             }
             driver.kick(0);
             // Ask for the next interrupt, then look again: one may have come in between.
@@ -84,7 +79,6 @@ fn an_interrupt_is_never_missing(kind: Kind) {
                 break;
             }
         }
-        assert_eq!(in_flight, heads.len());
     }
     assert!(driver.counts().interrupts < u64::from(ended), "batches");
     assert_eq!(driver.registers.status() & NEEDS_RESET, 0);

@@ -40,10 +40,7 @@ fn requests_in_flight_end_when_their_queue_breaks(kind: Kind) {
 
 fn a_queue_that_broke_stays_so_over_a_pause(kind: Kind) {
     let mut driver = Driver::start(kind, RamDisk::new(64), config(2), EVERYTHING);
-    driver.rings[0].offer(u16::MAX);
-    driver.rings[0].publish();
-    driver.registers.notify(0);
-    driver.wait_for_needs_reset();
+    driver.break_queue(0);
     driver.registers.pause();
     driver.registers.resume();
     let requests = driver.counts().requests;

@@ -4,6 +4,7 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use virtio_bindings::virtio_blk::*;
+use vm_memory::Bytes;
 use walvisor_devices::backend::ram::RamDisk;
 
 use crate::driver::*;
@@ -12,11 +13,14 @@ use crate::gate::Gate;
 on_every_transport!(
     a_reset_waits_for_what_is_in_flight,
     dropping_a_device_waits_for_what_is_in_flight,
-    a_device_can_be_reset_again_and_again,
     bytes_in_flight_are_bounded,
     requests_in_flight_are_bounded,
     chains_offered_before_the_first_doorbell_are_served,
+    ;
+    a_reset_between_any_two_steps_leaves_a_device_that_works,
 );
+
+const LIVE: u8 = ACKNOWLEDGE | DRIVER | FEATURES_OK | DRIVER_OK;
 
 fn a_reset_waits_for_what_is_in_flight(kind: Kind) {
     // Over vhost-user a reset begins in a thread of the server, at a moment that nobody sees. So
@@ -97,31 +101,6 @@ fn dropping_a_device_waits_for_what_is_in_flight(kind: Kind) {
     assert_eq!(driver.read(0, 3, 512), pattern(3, 512));
 }
 
-fn a_device_can_be_reset_again_and_again(kind: Kind) {
-    let gate = Gate::new(RamDisk::new(1024));
-    gate.open();
-    let mut driver = Driver::attach(kind, gate.clone(), config(2));
-    for round in 0..100 {
-        driver.initialise(if round % 2 == 0 {
-            EVERYTHING
-        } else {
-            VERSION_1
-        });
-        for queue in 0..2 {
-            driver.write(queue, round, &pattern(round, 512));
-            assert_eq!(driver.read(1 - queue, round, 512), pattern(round, 512));
-        }
-        for queue in 0..2 {
-            // And a request that the driver does not wait for.
-            driver.post(queue, VIRTIO_BLK_T_IN, 0, &[], 512);
-            driver.kick(queue);
-        }
-    }
-    driver.registers.set_status(0);
-    assert_eq!((gate.queues(), gate.leaked()), (0, 0));
-    assert_eq!(driver.counts().errors, 0);
-}
-
 fn bytes_in_flight_are_bounded(kind: Kind) {
     const MIB: u32 = 1 << 20;
     let gate = Gate::new(RamDisk::new(64 << 11));
@@ -193,11 +172,62 @@ fn chains_offered_before_the_first_doorbell_are_served(kind: Kind) {
     ring.set_avail_event(0x7777);
     driver.registers.set_queue(0, 64, ring.addresses());
     driver.rings.push(ring);
-    driver
-        .registers
-        .set_status(ACKNOWLEDGE | DRIVER | FEATURES_OK | DRIVER_OK);
+    driver.registers.set_status(LIVE);
     let (_, written) = driver.next_used(0);
     assert_eq!(driver.answer(&posted, written).status, OK);
     wait_until("avail_event", || driver.rings[0].avail_event() == 1);
     driver.flush(0);
+}
+
+fn a_reset_between_any_two_steps_leaves_a_device_that_works(kind: Kind) {
+    let gate = Gate::new(RamDisk::new(64));
+    gate.open();
+    let mut driver = Driver::attach(kind, gate.clone(), config(2));
+    let offered = driver.registers.device_features();
+    let at = driver.allocate(Ring::bytes(64));
+    let ring = Ring::new(driver.memory.clone(), 64, at, true);
+    type Step = Box<dyn Fn(&mut Driver)>;
+    let addresses = ring.addresses();
+    let steps: Vec<Step> = vec![
+        Box::new(|driver| driver.registers.set_status(ACKNOWLEDGE)),
+        Box::new(|driver| driver.registers.set_status(ACKNOWLEDGE | DRIVER)),
+        Box::new(move |driver| driver.registers.set_driver_features(offered)),
+        Box::new(|driver| {
+            let status = ACKNOWLEDGE | DRIVER | FEATURES_OK;
+            driver.registers.set_status(status);
+        }),
+        Box::new(move |driver| driver.registers.set_queue(1, 64, addresses)),
+        Box::new(|driver| driver.registers.set_status(LIVE)),
+        Box::new(|driver| {
+            driver.post(0, VIRTIO_BLK_T_FLUSH, 0, &[], 0);
+            driver.rings[0].publish();
+        }),
+        Box::new(|driver| driver.registers.notify(1)),
+        Box::new(|driver| driver.registers.reset_queue(1)),
+    ];
+    for ended in 0..=steps.len() {
+        driver.registers.set_status(0);
+        driver
+            .memory
+            .write_slice(&vec![0; Ring::bytes(64)], at)
+            .expect("an empty ring");
+        driver.rings = vec![Ring::new(driver.memory.clone(), 64, at, true)];
+        for step in &steps[..ended] {
+            step(&mut driver);
+        }
+        driver.registers.set_status(0);
+        assert_eq!(
+            (driver.registers.status(), gate.queues()),
+            (0, 0),
+            "{ended}"
+        );
+        assert!(!driver.registers.queue_enabled(1), "{ended}");
+        driver.initialise(EVERYTHING);
+        driver.write(1, ended as u64, &pattern(ended as u64, 512));
+        assert_eq!(
+            driver.read(0, ended as u64, 512),
+            pattern(ended as u64, 512)
+        );
+    }
+    assert_eq!(gate.leaked(), 0);
 }

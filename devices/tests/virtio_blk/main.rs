@@ -15,8 +15,6 @@ mod lifecycle;
 mod mmio;
 mod msix;
 mod negotiation;
-mod odd;
 mod pci;
-mod random;
 mod requests;
 mod ring_reset;

@@ -14,7 +14,6 @@ const SECTORS: u64 = 8192;
 on_every_transport!(
     the_serial_is_the_identity,
     what_is_written_is_read,
-    descriptors_may_end_anywhere,
     a_buffer_may_cross_regions_of_memory,
     a_chain_as_long_as_the_queue_works,
     several_queues_keep_their_requests_apart,
@@ -92,84 +91,6 @@ fn the_serial_is_the_identity(kind: Kind) {
     let mut driver = Driver::start(kind, RamDisk::new(8), full, EVERYTHING);
     let answer = driver.request(0, VIRTIO_BLK_T_GET_ID, 0, &[], 20);
     assert_eq!(answer.data, b"01234567890123456789");
-}
-
-/// Cuts `[address, address + len)` at random places; empty pieces included.
-fn cut(
-    random: &mut Random,
-    address: GuestAddress,
-    len: u32,
-    most: u64,
-) -> Vec<(GuestAddress, u32)> {
-    let mut cuts: Vec<u32> = (0..random.below(most))
-        .map(|_| random.below(u64::from(len) + 1) as u32)
-        .collect();
-    cuts.extend([0, len]);
-    cuts.sort_unstable();
-    cuts.windows(2)
-        .map(|pair| {
-            (
-                GuestAddress(address.0 + u64::from(pair[0])),
-                pair[1] - pair[0],
-            )
-        })
-        .collect()
-}
-
-fn descriptors_may_end_anywhere(kind: Kind) {
-    let mut driver = start(kind);
-    let mut random = Random(0x5eed);
-    let mut disk = vec![0; 32 * 512];
-    for round in 0..600 {
-        let sector = random.below(24);
-        let len = (1 + random.below(8)) as usize * 512;
-        let from = sector as usize * 512;
-        let write = random.below(2) == 0;
-        let out = if write {
-            pattern(round, len)
-        } else {
-            Vec::new()
-        };
-        let (request, data_in) = if write {
-            (VIRTIO_BLK_T_OUT, 0)
-        } else {
-            (VIRTIO_BLK_T_IN, len)
-        };
-        let (posted, readable, writable) = driver.lay_out(request, sector, &out, data_in);
-        let readable = cut(&mut random, readable, 16 + out.len() as u32, 12);
-        let writable = cut(&mut random, writable, data_in as u32 + 1, 12);
-        let pieces: Vec<Piece> = readable
-            .into_iter()
-            .map(|(address, len)| Piece::readable(address, len))
-            .chain(
-                writable
-                    .into_iter()
-                    .map(|(address, len)| Piece::writable(address, len)),
-            )
-            .collect();
-        let head = if random.below(2) == 0 {
-            let table = driver.allocate(pieces.len() * 16);
-            driver.rings[0].add_indirect(&pieces, table)
-        } else {
-            driver.rings[0].add(&pieces)
-        };
-        driver.kick(0);
-        let (used, written) = driver.next_used(0);
-        assert_eq!(used, head);
-        let answer = driver.answer(&posted, written);
-        assert_eq!(
-            (answer.status, answer.written),
-            (OK, data_in as u32 + 1),
-            "round {round}"
-        );
-        if write {
-            disk[from..from + len].copy_from_slice(&out);
-        } else {
-            assert_eq!(answer.data, disk[from..from + len], "round {round}");
-        }
-    }
-    assert_eq!(driver.read(0, 0, disk.len()), disk);
-    assert_eq!(driver.counts().errors, 0);
 }
 
 fn several_queues_keep_their_requests_apart(kind: Kind) {

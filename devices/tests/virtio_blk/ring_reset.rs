@@ -137,10 +137,7 @@ fn a_queue_reset_while_the_device_is_paused_begins_anew(kind: Kind) {
 
 fn a_queue_with_a_broken_ring_can_be_reset_and_the_device_still_asks_for_a_reset(kind: Kind) {
     let mut driver = Driver::start(kind, RamDisk::new(64), config(2), EVERYTHING);
-    driver.rings[0].offer(u16::MAX);
-    driver.rings[0].publish();
-    driver.registers.notify(0);
-    driver.wait_for_needs_reset();
+    driver.break_queue(0);
     driver.registers.reset_queue(0);
     wait_for_reset(&mut driver, 0);
     assert_ne!(driver.registers.status() & NEEDS_RESET, 0);

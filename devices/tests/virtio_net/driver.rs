@@ -23,9 +23,7 @@ use walvisor_testkit::virtio::{BlockDriver, Memory, Registers};
 
 use mmio::{MmioDriver, OwnedTransport};
 use pci::PciDriver;
-pub use walvisor_testkit::virtio::{
-    EVENT_IDX, MEMORY_END, NEEDS_RESET, Piece, VERSION_1, guest_memory,
-};
+pub use walvisor_testkit::virtio::{EVENT_IDX, NEEDS_RESET, Piece, VERSION_1, guest_memory};
 pub use walvisor_testkit::{PATIENCE, wait_until};
 
 pub const INDIRECT: u64 = 1 << VIRTIO_RING_F_INDIRECT_DESC;
@@ -120,8 +118,8 @@ pub trait NetDriver: Sized {
     /// Waits for the next received frame. `buffers`: what [`post_buffer`](Self::post_buffer) has
     /// returned.
     fn receive(&mut self, buffers: &[(u16, GuestAddress)]) -> Vec<u8>;
-    /// Adds a frame behind a `header`, in pieces of `piece` bytes, and returns its chain.
-    fn post_frame(&mut self, header: &[u8], frame: &[u8], piece: usize) -> u16;
+    /// Adds a frame behind a `header`, and returns its chain.
+    fn post_frame(&mut self, header: &[u8], frame: &[u8]) -> u16;
     /// Sends a frame and waits until the device has taken it.
     fn send(&mut self, frame: &[u8]);
     /// Waits for a used chain, also of a device that needs a reset.
@@ -171,22 +169,15 @@ impl NetDriver for Driver {
         bytes.split_off(HEADER)
     }
 
-    fn post_frame(&mut self, header: &[u8], frame: &[u8], piece: usize) -> u16 {
+    fn post_frame(&mut self, header: &[u8], frame: &[u8]) -> u16 {
         let bytes = [header, frame].concat();
-        let at = self.allocate(bytes.len().max(1));
+        let at = self.allocate(bytes.len());
         self.memory.write_slice(&bytes, at).unwrap();
-        let pieces: Vec<Piece> = (0..bytes.len())
-            .step_by(piece)
-            .map(|from| {
-                let len = piece.min(bytes.len() - from);
-                Piece::readable(GuestAddress(at.0 + from as u64), len as u32)
-            })
-            .collect();
-        self.rings[TRANSMIT].add(&pieces)
+        self.rings[TRANSMIT].add(&[Piece::readable(at, bytes.len() as u32)])
     }
 
     fn send(&mut self, frame: &[u8]) {
-        let head = self.post_frame(&[0; HEADER], frame, 1 << 20);
+        let head = self.post_frame(&[0; HEADER], frame);
         self.kick(TRANSMIT);
         assert_eq!(self.wait_used(TRANSMIT), (head, 0));
     }

@@ -1,13 +1,10 @@
 //! Frames in both directions, and what the device says of itself.
 
-use vm_memory::GuestAddress;
-
 use crate::driver::*;
 
 on_both_transports!(
     a_frame_goes_each_way,
     the_device_says_what_it_is,
-    a_driver_without_any_feature_is_served,
     frames_wait_for_buffers,
     frames_wait_for_a_slow_link,
     a_reset_in_the_middle_of_a_frame_leaves_the_stream_in_step,
@@ -57,13 +54,6 @@ fn the_device_says_what_it_is(kind: Kind) {
     assert_eq!(driver.read_config::<2>(10), [0xdc, 0x05]);
 }
 
-fn a_driver_without_any_feature_is_served(kind: Kind) {
-    let (mut driver, mut peer) = Driver::start(kind, config(), 0);
-    assert_eq!(driver.features, VERSION_1);
-    driver.send(&frame(1, 60));
-    assert_eq!(peer.receive(), frame(1, 60));
-}
-
 fn frames_wait_for_buffers(kind: Kind) {
     let (mut driver, mut peer) = Driver::start(kind, config(), EVERYTHING);
     let frames = 500;
@@ -87,7 +77,7 @@ fn frames_wait_for_buffers(kind: Kind) {
 
 /// A frame that the ring takes while nobody may read it.
 fn post_numbered(driver: &mut Driver, number: u32) {
-    driver.post_frame(&[0; HEADER], &frame(number, 1500), 1 << 20);
+    driver.post_frame(&[0; HEADER], &frame(number, 1500));
     driver.kick(TRANSMIT);
 }
 
@@ -132,7 +122,7 @@ fn a_reset_in_the_middle_of_a_frame_leaves_the_stream_in_step(kind: Kind) {
     fill_the_link(&mut driver);
     driver.initialise(EVERYTHING);
     let last = frame(77, 99);
-    driver.post_frame(&[0; HEADER], &last, 1 << 20);
+    driver.post_frame(&[0; HEADER], &last);
     driver.kick(TRANSMIT);
     // All frames that the device has taken come whole, and then the one after the reset.
     let mut taken = 0;
@@ -150,35 +140,12 @@ fn a_reset_in_the_middle_of_a_frame_leaves_the_stream_in_step(kind: Kind) {
 }
 
 #[test]
-fn buffers_and_frames_may_have_any_pieces() {
-    let (mut driver, mut peer) = Driver::start(Kind::Mmio, config(), EVERYTHING);
-    for piece in [1, 7, 12, 13, 100] {
-        let bytes = frame(piece as u32, 30);
-        let head = driver.post_frame(&[0; HEADER], &bytes, piece);
-        driver.kick(TRANSMIT);
-        assert_eq!(driver.wait_used(TRANSMIT), (head, 0));
-        assert_eq!(peer.receive(), bytes);
-    }
-    // The same the other way, in an indirect table.
-    let at = driver.allocate(4096);
-    let table = driver.allocate(4096);
-    let pieces: Vec<Piece> = (0..60)
-        .map(|index| Piece::writable(GuestAddress(at.0 + index), 1))
-        .chain([Piece::writable(GuestAddress(at.0 + 60), 1500)])
-        .collect();
-    let head = driver.rings[RECEIVE].add_indirect(&pieces, table);
-    driver.kick(RECEIVE);
-    peer.send(&frame(9, 1000));
-    assert_eq!(driver.receive(&[(head, at)]), frame(9, 1000));
-}
-
-#[test]
 fn flags_and_fields_without_a_meaning_are_ignored() {
     let (mut driver, mut peer) = Driver::start(Kind::Mmio, config(), EVERYTHING);
     // DATA_VALID, RSC_INFO and bits that have no name; lengths and offsets of offloads;
     // num_buffers.
     let header = [0xfe, 0, 9, 9, 9, 9, 0xff, 0xff, 0xff, 0xff, 7, 7];
-    let head = driver.post_frame(&header, &frame(4, 60), 1 << 20);
+    let head = driver.post_frame(&header, &frame(4, 60));
     driver.kick(TRANSMIT);
     assert_eq!(driver.wait_used(TRANSMIT), (head, 0));
     assert_eq!(peer.receive(), frame(4, 60));

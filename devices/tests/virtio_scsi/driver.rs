@@ -17,7 +17,7 @@ use mmio::{MmioDriver, OwnedTransport};
 use vhost_user::serve;
 pub use walvisor_testkit::virtio::scsi::*;
 pub use walvisor_testkit::virtio::*;
-pub use walvisor_testkit::{Random, pattern, wait_until};
+pub use walvisor_testkit::{pattern, wait_until};
 
 /// Every feature that the device offers.
 pub const EVERYTHING: u64 = u64::MAX;

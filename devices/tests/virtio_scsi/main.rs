@@ -7,6 +7,5 @@ mod commands;
 #[path = "../virtio_blk/gate.rs"]
 #[expect(dead_code, reason = "some of it is for virtio-blk alone")]
 mod gate;
-mod hostile;
 mod management;
 mod units;

@@ -101,6 +101,8 @@ impl Function {
         let bars = transport.bars();
         for bar in &bars {
             assert!(bar.size.is_power_of_two() && bar.size >= 4096);
+            let kind = space[0x10 + bar.index * 4] & 0xf;
+            assert_eq!(kind, 0, "32-bit memory, not prefetchable");
             let mask = !(bar.size as u32 - 1);
             writable[0x10 + bar.index * 4..][..4].copy_from_slice(&mask.to_le_bytes());
         }

@@ -57,6 +57,13 @@ impl TestHost {
         ended
     }
 
+    /// Carries out a command.
+    fn run(&mut self, request: Request) -> EndedCommand {
+        self.queue(request);
+        self.ring();
+        self.wait_for_ended(1).remove(0)
+    }
+
     fn counts(&self) -> crate::block::BlockCounts {
         self.device.metrics().counts()
     }
@@ -95,9 +102,7 @@ fn waiting_commands_make_one_batch_and_one_wake() {
     assert_eq!(counts.bytes_written, 32 * BLOCK as u64);
     // Commands sent one at a time are each reported at once.
     for lba in 0..4 {
-        host.queue(read(lba, 2));
-        host.ring();
-        let data = host.wait_for_ended(1).remove(0).data;
+        let data = host.run(read(lba, 2)).data;
         let expected = [vec![lba + 1; BLOCK], vec![lba + 2; BLOCK]].concat();
         assert_eq!(data, expected);
     }
@@ -110,13 +115,11 @@ fn waiting_commands_make_one_batch_and_one_wake() {
 fn refusals_come_with_sense_data() {
     let mut host = TestHost::new();
     host.start();
-    let id = host.queue(read(64, 1));
-    host.ring();
-    let ended = host.wait_for_ended(1);
-    assert_eq!((ended[0].id, ended[0].status), (id, 2));
+    let ended = host.run(read(64, 1));
+    assert_eq!(ended.status, 2);
     // Fixed format: ILLEGAL REQUEST, LOGICAL BLOCK ADDRESS OUT OF RANGE.
-    assert_eq!((ended[0].sense[0] & 0x7f, ended[0].sense[2]), (0x70, 5));
-    assert_eq!(ended[0].sense[12..14], [0x21, 0]);
+    assert_eq!((ended.sense[0] & 0x7f, ended.sense[2]), (0x70, 5));
+    assert_eq!(ended.sense[12..14], [0x21, 0]);
     assert_eq!(host.counts().errors, 1);
 }
 
@@ -133,9 +136,7 @@ fn a_volatile_cache_is_reported_before_a_write_is_answered() {
     assert!(!control.set_write_cache(false));
     for on in [false, true, true] {
         backend.set_write_cache(on);
-        host.queue(write(1, 9));
-        host.ring();
-        host.wait_for_ended(1);
+        host.run(write(1, 9));
     }
     assert_eq!(*told.lock().unwrap(), [true, false, true]);
     // The owner cannot turn writeback on: an initiator that has seen writethrough would not flush.
@@ -158,34 +159,24 @@ fn the_end_of_the_write_cache_is_reported_once_nothing_is_volatile() {
         hook.lock().unwrap().send(on).unwrap();
     }));
     host.start();
-    host.queue(write(1, 9));
-    host.ring();
-    host.wait_for_ended(1);
+    host.run(write(1, 9));
     assert!(!host.device.control().set_write_cache(false));
-    host.queue(read(1, 1));
-    host.ring();
-    host.wait_for_ended(1);
+    host.run(read(1, 1));
     assert_eq!([told.recv(), told.recv()], [Ok(true), Ok(false)]);
-    host.queue(read(1, 1));
-    host.ring();
-    assert_eq!(host.wait_for_ended(1)[0].data, [9; BLOCK]);
+    assert_eq!(host.run(read(1, 1)).data, [9; BLOCK]);
 }
 
 #[test]
 fn a_command_that_reads_nothing_leaks_nothing_of_others() {
     let mut host = TestHost::new();
     host.start();
-    host.queue(write(1, 9));
-    host.ring();
-    host.wait_for_ended(1);
+    host.run(write(1, 9));
     // A READ of zero blocks, into the buffer that the write used.
     let request = Request {
         read: BLOCK,
         ..read(1, 0)
     };
-    host.queue(request);
-    host.ring();
-    assert_eq!(host.wait_for_ended(1)[0].data, [0; BLOCK]);
+    assert_eq!(host.run(request).data, [0; BLOCK]);
 }
 
 #[test]
@@ -207,9 +198,7 @@ fn a_paused_device_leaves_commands_in_the_ring() {
 fn commands_left_in_the_ring_wait_for_the_next_worker() {
     let mut host = TestHost::new();
     host.start();
-    host.queue(write(1, 7));
-    host.ring();
-    host.wait_for_ended(1);
+    host.run(write(1, 7));
     host.worker.take().unwrap().stop();
     let id = host.queue(read(1, 1));
     assert!(host.kernel.take_ended().is_empty());

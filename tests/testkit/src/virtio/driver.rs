@@ -301,6 +301,14 @@ impl<M> BlockDriver<M> {
         bytes
     }
 
+    /// Offers a chain that cannot be, and waits until the device asks for a reset.
+    pub fn break_queue(&mut self, queue: usize) {
+        self.rings[queue].offer(u16::MAX);
+        self.rings[queue].publish();
+        self.registers.notify(queue as u16);
+        self.wait_for_needs_reset();
+    }
+
     /// Waits until the device asks for a reset and has said so with an interrupt.
     pub fn wait_for_needs_reset(&mut self) {
         wait_until("DEVICE_NEEDS_RESET", || {

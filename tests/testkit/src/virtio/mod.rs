@@ -14,7 +14,7 @@ use vm_memory::{FileOffset, GuestAddress, GuestMemoryMmap};
 use vmm_sys_util::eventfd::EventFd;
 
 pub use driver::{Answer, BlockDriver, PostedRequest, segment};
-pub use ring::{INDIRECT_TABLE, NEXT, Piece, Ring, RingEdit, WRITE};
+pub use ring::{Piece, Ring};
 pub use vhost_user::{DeviceOwner, VhostUserRegisters};
 
 /// Device status: the guest has noticed the device.

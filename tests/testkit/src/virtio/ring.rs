@@ -7,11 +7,11 @@ use vm_memory::{Bytes, GuestAddress};
 use super::Memory;
 
 /// The chain goes on at the descriptor's `next` field.
-pub const NEXT: u16 = 1;
+const NEXT: u16 = 1;
 /// The device writes the buffer.
-pub const WRITE: u16 = 2;
+const WRITE: u16 = 2;
 /// The buffer is a table of descriptors.
-pub const INDIRECT_TABLE: u16 = 4;
+const INDIRECT_TABLE: u16 = 4;
 
 /// One descriptor's buffer.
 #[derive(Clone, Copy, Debug)]
@@ -100,30 +100,6 @@ impl Ring {
         self.free.len()
     }
 
-    /// Writes a descriptor, valid or not.
-    pub fn set_descriptor(&self, index: u16, address: u64, len: u32, flags: u16, next: u16) {
-        self.write_descriptor(self.descriptors, index, address, len, flags, next);
-    }
-
-    /// Writes a descriptor, valid or not, of any table.
-    pub fn write_descriptor(
-        &self,
-        table: u64,
-        index: u16,
-        address: u64,
-        len: u32,
-        flags: u16,
-        next: u16,
-    ) {
-        let mut bytes = [0; 16];
-        bytes[..8].copy_from_slice(&address.to_le_bytes());
-        bytes[8..12].copy_from_slice(&len.to_le_bytes());
-        bytes[12..14].copy_from_slice(&flags.to_le_bytes());
-        bytes[14..].copy_from_slice(&next.to_le_bytes());
-        let at = GuestAddress(table + u64::from(index) * 16);
-        self.memory.write_slice(&bytes, at).expect("descriptor");
-    }
-
     /// Makes a chain and puts it into the available ring, not published yet.
     pub fn add(&mut self, pieces: &[Piece]) -> u16 {
         let chain: Vec<u16> = pieces
@@ -142,7 +118,8 @@ impl Ring {
         let indices: Vec<u16> = (0..pieces.len() as u16).collect();
         self.fill(table.0, &indices, pieces);
         let head = self.free.pop().expect("a free descriptor");
-        self.set_descriptor(head, table.0, pieces.len() as u32 * 16, INDIRECT_TABLE, 0);
+        let len = pieces.len() as u32 * 16;
+        self.describe(self.descriptors, head, (table, len), INDIRECT_TABLE, 0);
         self.chains[usize::from(head)] = vec![head];
         self.offer(head);
         head
@@ -155,8 +132,20 @@ impl Ring {
                 Some(&next) => (next, NEXT),
                 None => (0, 0),
             };
-            self.write_descriptor(table, index, piece.address.0, piece.len, write | link, next);
+            let place = (piece.address, piece.len);
+            self.describe(table, index, place, write | link, next);
         }
+    }
+
+    /// Writes a descriptor of any table. `place`: its address and its length.
+    fn describe(&self, table: u64, index: u16, place: (GuestAddress, u32), flags: u16, next: u16) {
+        let mut bytes = [0; 16];
+        bytes[..8].copy_from_slice(&place.0.0.to_le_bytes());
+        bytes[8..12].copy_from_slice(&place.1.to_le_bytes());
+        bytes[12..14].copy_from_slice(&flags.to_le_bytes());
+        bytes[14..].copy_from_slice(&next.to_le_bytes());
+        let at = GuestAddress(table + u64::from(index) * 16);
+        self.memory.write_slice(&bytes, at).expect("descriptor");
     }
 
     /// Puts a head, valid or not, into the available ring.
@@ -199,19 +188,6 @@ impl Ring {
     /// The used ring's flags.
     pub fn used_flags(&self) -> u16 {
         self.load(self.used)
-    }
-
-    /// The descriptor table and the available ring with its event index, which only the driver may
-    /// write.
-    pub fn driver_bytes(&self) -> Vec<u8> {
-        let n = usize::from(self.size);
-        let mut bytes = vec![0; n * 16 + 6 + n * 2];
-        let (table, ring) = bytes.split_at_mut(n * 16);
-        for (at, part) in [(self.descriptors, table), (self.available, ring)] {
-            let at = GuestAddress(at);
-            self.memory.read_slice(part, at).expect("rings");
-        }
-        bytes
     }
 
     /// The index at which the device wants the next doorbell.
@@ -284,7 +260,3 @@ impl Ring {
         )
     }
 }
-
-/// Writes descriptors into a ring. A megabyte of memory at the address is free for buffers and
-/// tables.
-pub type RingEdit = fn(&Ring, u64);
