@@ -4,10 +4,12 @@
 
 use std::io::{Read, Write};
 use std::os::unix::net::{UnixListener, UnixStream};
+use std::path::PathBuf;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::Duration;
 
+use tempfile::TempDir;
 use walvisor_devices::backend::ram::RamDisk;
 use walvisor_devices::nbd::{Export, Listener, Server, Service, Tls};
 use walvisor_testkit::Random;
@@ -62,6 +64,18 @@ fn session(random: &mut Random) -> Vec<u8> {
     bytes
 }
 
+/// A server of these disks, and its socket's directory.
+fn serve(exports: Vec<Export>) -> (Server, TempDir, PathBuf) {
+    let place = tempfile::tempdir().unwrap();
+    let path = place.path().join("s");
+    let service = Service {
+        listener: Listener::Unix(UnixListener::bind(&path).unwrap()),
+        exports,
+        tls: Tls::Off,
+    };
+    (Server::start(vec![service]).unwrap(), place, path)
+}
+
 #[test]
 fn no_message_harms_the_server() {
     static PANICS: AtomicU32 = AtomicU32::new(0);
@@ -70,17 +84,10 @@ fn no_message_harms_the_server() {
         PANICS.fetch_add(1, Ordering::SeqCst);
         before(info);
     }));
-    let dir = tempfile::tempdir().unwrap();
-    let path = dir.path().join("s");
     let backend = Arc::new(RamDisk::new(SECTORS));
     let export = Export::new("disk", "in memory", backend);
     let metrics = export.metrics();
-    let server = Server::start(vec![Service {
-        listener: Listener::Unix(UnixListener::bind(&path).unwrap()),
-        exports: vec![export],
-        tls: Tls::Off,
-    }])
-    .unwrap();
+    let (server, _place, path) = serve(vec![export]);
     let mut random = Random(0x5eed);
     for _ in 0..SESSIONS {
         let mut bytes = session(&mut random);
@@ -138,15 +145,8 @@ fn read_reply(client: &mut SimpleClient, cookie: u64) -> bool {
 
 #[test]
 fn exports_come_and_go_and_their_clients_end_in_order() {
-    let place = tempfile::tempdir().unwrap();
-    let path = place.path().join("s");
     let export = |name, disk| Export::new(name, "", disk);
-    let server = Server::start(vec![Service {
-        listener: Listener::Unix(UnixListener::bind(&path).unwrap()),
-        exports: vec![export("stays", Arc::new(RamDisk::new(SECTORS)))],
-        tls: Tls::Off,
-    }])
-    .unwrap();
+    let (server, _place, path) = serve(vec![export("stays", Arc::new(RamDisk::new(SECTORS)))]);
     let choose = |export| SimpleClient::connect(&path, export);
     let mut staying = choose("stays").unwrap();
     for round in 0..20 {
@@ -178,14 +178,11 @@ fn exports_come_and_go_and_their_clients_end_in_order() {
 
 #[test]
 fn what_a_client_has_sent_before_its_end_is_carried_out() {
-    let place = tempfile::tempdir().unwrap();
-    let path = place.path().join("s");
-    let server = Server::start(vec![Service {
-        listener: Listener::Unix(UnixListener::bind(&path).unwrap()),
-        exports: vec![Export::new("disk", "", Arc::new(RamDisk::new(SECTORS)))],
-        tls: Tls::Off,
-    }])
-    .unwrap();
+    let (server, _place, path) = serve(vec![Export::new(
+        "disk",
+        "",
+        Arc::new(RamDisk::new(SECTORS)),
+    )]);
     for count in [1, 16, 17, 100] {
         let mut client = SimpleClient::connect(&path, "disk").unwrap();
         let requests = (0..count).map(|cookie| request(0, FLUSH, cookie, 0, 0));
@@ -204,15 +201,8 @@ fn what_a_client_has_sent_before_its_end_is_carried_out() {
 fn a_request_of_more_than_32_mib_is_refused_and_changes_nothing() {
     const LONGEST: usize = 32 << 20;
     const LONGER: usize = 42_380_288;
-    let place = tempfile::tempdir().unwrap();
-    let path = place.path().join("s");
     let disk = Arc::new(RamDisk::new(LONGER as u64 / 512 + 1024));
-    let server = Server::start(vec![Service {
-        listener: Listener::Unix(UnixListener::bind(&path).unwrap()),
-        exports: vec![Export::new("disk", "", disk)],
-        tls: Tls::Off,
-    }])
-    .unwrap();
+    let (server, _place, path) = serve(vec![Export::new("disk", "", disk)]);
     let mut client = SimpleClient::connect(&path, "disk").unwrap();
     let mut answer = |command, data: &mut [u8]| {
         let ended = client.end(command, 481_280, data.len(), data, false);

@@ -224,29 +224,19 @@ fn a_source_is_stopped_although_another_panics_in_the_same_turn() {
 /// Bytes that sources have moved, in order.
 type Moves = Arc<Mutex<Vec<(char, i64)>>>;
 
-/// A source that always has requests of `request` bytes, at most `most` in a turn, and answers as
-/// much.
-struct Flood {
-    name: char,
+/// A source of requests that a test's functions take and answer.
+struct Flow<T, A> {
     throttle: Arc<Throttle>,
-    request: i64,
-    most: usize,
-    moves: Moves,
+    take: T,
+    answer: A,
+    in_flight: Arc<Mutex<usize>>,
 }
 
-impl Flood {
-    fn step(&self, turn: &mut Turn<'_>) {
-        for _ in 0..self.most {
-            if turn.is_over() {
-                return;
-            }
-            turn.charge_request(self.request as usize);
-            self.moves.lock().unwrap().push((self.name, self.request));
-        }
-    }
-}
-
-impl Source for Flood {
+impl<T, A> Source for Flow<T, A>
+where
+    T: FnMut(&mut Turn<'_>) + Send,
+    A: FnMut(&mut Turn<'_>) -> NextStep + Send,
+{
     fn throttle(&self) -> &Arc<Throttle> {
         &self.throttle
     }
@@ -258,14 +248,13 @@ impl Source for Flood {
     fn ready(&mut self, _: usize, _: EventSet, _: bool) {}
 
     fn take(&mut self, turn: &mut Turn<'_>) {
-        self.step(turn);
+        (self.take)(turn);
     }
 
     fn kick(&mut self, _: bool) {}
 
     fn answer(&mut self, turn: &mut Turn<'_>) -> NextStep {
-        self.step(turn);
-        NextStep::Work
+        (self.answer)(turn)
     }
 
     fn has_in_flight(&self) -> bool {
@@ -273,7 +262,7 @@ impl Source for Flood {
     }
 
     fn bytes_in_flight(&self) -> usize {
-        0
+        *self.in_flight.lock().unwrap()
     }
 
     fn give_up(&mut self, _: &str) {}
@@ -294,12 +283,26 @@ fn flooded(disks: &[(char, u16, usize, i64, usize)]) -> (Reactor, Moves) {
             ..Limits::default()
         });
         for _ in 0..sources {
-            let flood = Flood {
-                name,
+            let moves = Arc::clone(&moves);
+            // It always has requests, at most `most` in a turn, and answers as much.
+            let step = move |turn: &mut Turn<'_>| {
+                for _ in 0..most {
+                    if turn.is_over() {
+                        return;
+                    }
+                    turn.charge_request(request as usize);
+                    moves.lock().unwrap().push((name, request));
+                }
+            };
+            let take = step.clone();
+            let flood = Flow {
                 throttle: Arc::clone(&throttle),
-                request,
-                most,
-                moves: Arc::clone(&moves),
+                take,
+                answer: move |turn: &mut Turn<'_>| {
+                    step(turn);
+                    NextStep::Work
+                },
+                in_flight: Arc::default(),
             };
             inbox.reserve().unwrap().serve(Box::new(flood));
         }
@@ -357,48 +360,6 @@ fn disks_share_by_weight_however_many_sources_they_have() {
     }
 }
 
-/// A source that takes requests of 64 KiB and never ends one.
-struct GreedySource {
-    throttle: Arc<Throttle>,
-    in_flight: Arc<Mutex<usize>>,
-}
-
-impl Source for GreedySource {
-    fn throttle(&self) -> &Arc<Throttle> {
-        &self.throttle
-    }
-
-    fn begin(&mut self, _: &mut Turn<'_>) -> io::Result<()> {
-        Ok(())
-    }
-
-    fn ready(&mut self, _: usize, _: EventSet, _: bool) {}
-
-    fn take(&mut self, turn: &mut Turn<'_>) {
-        while !turn.is_over() {
-            turn.charge_request(64 << 10);
-            turn.take_room(64 << 10);
-            *self.in_flight.lock().unwrap() += 64 << 10;
-        }
-    }
-
-    fn kick(&mut self, _: bool) {}
-
-    fn answer(&mut self, _: &mut Turn<'_>) -> NextStep {
-        NextStep::Take
-    }
-
-    fn has_in_flight(&self) -> bool {
-        true
-    }
-
-    fn bytes_in_flight(&self) -> usize {
-        *self.in_flight.lock().unwrap()
-    }
-
-    fn give_up(&mut self, _: &str) {}
-}
-
 #[test]
 fn beside_another_disk_little_is_in_flight_and_room_lets_blocked_sources_go_on() {
     let (mut reactor, _) = flooded(&[('v', 0, 1, 4096, 1)]);
@@ -406,8 +367,19 @@ fn beside_another_disk_little_is_in_flight_and_room_lets_blocked_sources_go_on()
     reactor.lately = Duration::MAX;
     let in_flight = Arc::new(Mutex::new(0));
     let reservation = reactor.inbox.reserve().unwrap();
-    reservation.serve(Box::new(GreedySource {
+    // It takes requests of 64 KiB and never ends one.
+    let held = Arc::clone(&in_flight);
+    let take = move |turn: &mut Turn<'_>| {
+        while !turn.is_over() {
+            turn.charge_request(64 << 10);
+            turn.take_room(64 << 10);
+            *held.lock().unwrap() += 64 << 10;
+        }
+    };
+    reservation.serve(Box::new(Flow {
         throttle: Arc::default(),
+        take,
+        answer: |_: &mut Turn<'_>| NextStep::Take,
         in_flight: Arc::clone(&in_flight),
     }));
     reactor.look().unwrap();
@@ -426,52 +398,6 @@ fn beside_another_disk_little_is_in_flight_and_room_lets_blocked_sources_go_on()
     assert!(*in_flight.lock().unwrap() >= WINDOW as usize);
 }
 
-/// A source with a request of [`WINDOW`] bytes after the other, each of which ends in the round
-/// that begins it.
-struct Stream {
-    throttle: Arc<Throttle>,
-    in_flight: bool,
-    ended: Arc<Mutex<usize>>,
-}
-
-impl Source for Stream {
-    fn throttle(&self) -> &Arc<Throttle> {
-        &self.throttle
-    }
-
-    fn begin(&mut self, _: &mut Turn<'_>) -> io::Result<()> {
-        Ok(())
-    }
-
-    fn ready(&mut self, _: usize, _: EventSet, _: bool) {}
-
-    fn take(&mut self, turn: &mut Turn<'_>) {
-        if !turn.is_over() {
-            assert_eq!(turn.part(), WINDOW as usize);
-            turn.charge_request(WINDOW as usize);
-            turn.take_room(WINDOW as usize);
-            self.in_flight = true;
-        }
-    }
-
-    fn kick(&mut self, _: bool) {}
-
-    fn answer(&mut self, _: &mut Turn<'_>) -> NextStep {
-        *self.ended.lock().unwrap() += usize::from(std::mem::take(&mut self.in_flight));
-        NextStep::Take
-    }
-
-    fn has_in_flight(&self) -> bool {
-        self.in_flight
-    }
-
-    fn bytes_in_flight(&self) -> usize {
-        if self.in_flight { WINDOW as usize } else { 0 }
-    }
-
-    fn give_up(&mut self, _: &str) {}
-}
-
 #[test]
 fn sources_of_a_disk_share_the_room_that_it_has_beside_another() {
     let (mut reactor, _) = flooded(&[('v', 0, 1, 4096, 1)]);
@@ -480,10 +406,31 @@ fn sources_of_a_disk_share_the_room_that_it_has_beside_another() {
     let ended = [(); 4].map(|()| Arc::<Mutex<usize>>::default());
     for ended in &ended {
         let reservation = reactor.inbox.reserve().unwrap();
-        reservation.serve(Box::new(Stream {
+        // It has a request of WINDOW bytes after the other, each of which ends in the round that
+        // begins it.
+        let in_flight = Arc::<Mutex<usize>>::default();
+        let (taken, ended) = (Arc::clone(&in_flight), Arc::clone(ended));
+        let take = {
+            let taken = Arc::clone(&taken);
+            move |turn: &mut Turn<'_>| {
+                if !turn.is_over() {
+                    assert_eq!(turn.part(), WINDOW as usize);
+                    turn.charge_request(WINDOW as usize);
+                    turn.take_room(WINDOW as usize);
+                    *taken.lock().unwrap() = WINDOW as usize;
+                }
+            }
+        };
+        let answer = move |_: &mut Turn<'_>| {
+            let bytes = std::mem::take(&mut *taken.lock().unwrap());
+            *ended.lock().unwrap() += bytes / WINDOW as usize;
+            NextStep::Take
+        };
+        reservation.serve(Box::new(Flow {
             throttle: Arc::clone(&throttle),
-            in_flight: false,
-            ended: Arc::clone(ended),
+            take,
+            answer,
+            in_flight,
         }));
     }
     reactor.look().unwrap();

@@ -66,42 +66,6 @@ fn what_is_forced_to_the_medium_survives_power_loss() {
     assert_eq!(bench.read(8, 2), [block(5), block(6)].concat());
 }
 
-#[test]
-fn verify_tells_where_blocks_differ() {
-    for mut bench in benches() {
-        let size = bench.unit.block_size() as usize;
-        let bytes = pattern(9, 5 * size);
-        bench.write(3, &bytes);
-        for cdb in [
-            &cdb10(0x2f, 0, 3, 5)[..],
-            &cdb12(0xaf, 0, 3, 5),
-            &cdb16(0x8f, 0, 3, 5),
-        ] {
-            bench.good(cdb);
-            let mut cdb = cdb.to_vec();
-            cdb[1] = 0x02;
-            bench.send(&cdb, &bytes);
-            let mut other = bytes.clone();
-            other[4 * size + 100] ^= 1;
-            let refused = bench.refused(&cdb, &other);
-            assert_eq!(refused.code, MISCOMPARE);
-            assert_eq!(refused.information, Some(4 * size as u32 + 100));
-            // Each block is compared with one block: the first is equal, the second is not.
-            cdb[1] = 0x06;
-            let refused = bench.refused(&cdb, &bytes[..size]);
-            assert_eq!(refused.code, MISCOMPARE);
-            assert!(refused.information.is_some_and(|at| at < 8), "{refused:?}");
-        }
-        bench.write(3, &bytes[..size].repeat(5));
-        bench.send(&cdb10(0x2f, 0x06, 3, 5), &bytes[..size]);
-        let mut last = bytes[..size].to_vec();
-        last[size - 1] ^= 0x80;
-        bench.write(7, &last);
-        let refused = bench.refused(&cdb10(0x2f, 0x06, 3, 5), &bytes[..size]);
-        assert_eq!(refused.information, Some(size as u32 - 1));
-    }
-}
-
 /// Too short a Data-In Buffer gets as much as fits. With too short a Data-Out Buffer nothing is
 /// written.
 #[test]

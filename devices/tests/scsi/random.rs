@@ -148,11 +148,23 @@ fn step(bench: &mut Bench, model: &mut Model, command: &Command) {
             (cdb, [data, new].concat(), expected)
         }
         10 => {
-            let expected = match model.range(lba, count) {
-                Some(range) => differs(range, &data).map_or(Ok(Vec::new()), |at| Err(Some(at))),
+            // Nothing is compared, or all bytes are, or each block with one.
+            let check = if count == 0 { 2 } else { bits >> 3 & 6 };
+            let (check, sent) = match check {
+                0 => (0, 0),
+                6 => (6, size),
+                _ => (2, data.len()),
+            };
+            let found = model.range(lba, count).map(|range| match check {
+                6 => range.chunks(size).find_map(|one| differs(one, &data)),
+                _ => differs(range, &data[..sent]),
+            });
+            let expected = match found {
+                Some(at) => at.map_or(Ok(Vec::new()), |at| Err(Some(at))),
                 None => Err(None),
             };
-            (pick(0x2f, Some(0xaf), 0x8f, 2), data, expected)
+            let sent = data[..sent].to_vec();
+            (pick(0x2f, Some(0xaf), 0x8f, check), sent, expected)
         }
         _ => {
             let expected = model.range(lba, count).map(|_| Vec::new()).ok_or(None);
