@@ -866,7 +866,8 @@ mod tests {
         assert!(error.is_err(), "together");
         let small = ["backend=ram,size=512", "backend=ram,size=1M,readonly=on"];
         check(&specs(&small)).unwrap();
-        let (disks, _) = open(&specs(&small), 1, ScratchFiles::default()).unwrap();
+        let (disks, _) = open(&specs(&small), 3, ScratchFiles::default()).unwrap();
+        assert_eq!(disks[0].device.queues, 3);
         let sectors: Vec<u64> = disks.iter().map(|disk| disk.backend.sectors()).collect();
         assert_eq!(sectors, [1, 2048]);
     }
@@ -983,34 +984,5 @@ mod tests {
         ]);
         let serials: Vec<String> = specs.iter().map(default_serial).collect();
         assert_eq!(serials, ["ab.img", "a-very-long-name-of-", ""]);
-    }
-
-    #[test]
-    fn one_log_serves_two_disks_and_closes() {
-        let directory = tempfile::tempdir().unwrap();
-        let at = |name: &str| directory.path().join(name);
-        let options = StoreOptions {
-            segment_size: 1 << 20,
-            ..StoreOptions::default()
-        };
-        for name in ["a.img", "b.img"] {
-            walvisor_storage::create_disk(&at(name), 1 << 20, &at("log"), &options).unwrap();
-        }
-        let text = |name: &str| format!("path={},log={}", at(name).display(), at("log").display());
-        let (a, b) = (text("a.img"), text("b.img"));
-        std::fs::write(at("raw.img"), [0; 1024]).unwrap();
-        let raw = format!("backend=raw,path={}", at("raw.img").display());
-        let (disks, logs) = {
-            let specs = specs(&[&a, "backend=ram,size=1M", &b, &raw]);
-            open(&specs, 3, ScratchFiles::default()).unwrap()
-        };
-        assert_eq!(logs.logs.len(), 1);
-        let sectors: Vec<u64> = disks.iter().map(|disk| disk.backend.sectors()).collect();
-        assert_eq!(sectors, [2048, 2048, 2048, 2]);
-        assert!(disks[3].backend.logged().is_none());
-        assert!(disks[1].backend.logged().is_none() && disks[2].backend.logged().is_some());
-        assert_eq!(disks[0].device.queues, 3);
-        drop(disks);
-        logs.close().unwrap();
     }
 }

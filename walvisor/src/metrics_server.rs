@@ -326,16 +326,11 @@ mod tests {
     use std::cell::Cell;
     use std::net::Shutdown;
     use std::os::unix::net::{UnixListener, UnixStream};
-    use std::sync::{Arc, Mutex, Weak};
 
-    use vm_memory::GuestMemoryMmap;
     use walvisor_devices::backend::ram::RamDisk;
-    use walvisor_devices::transport::MmioTransport;
-    use walvisor_vmm::disk::DiskInUse;
 
     use super::*;
-    use crate::control_socket::{ControlledProcess, Power};
-    use crate::disk_spec::DiskCommand;
+    use crate::control_socket::fixture::{daemon, disk};
 
     fn page(render: impl Fn() -> String) -> Page<impl Fn() -> String> {
         Page { render, last: None }
@@ -428,20 +423,8 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("s");
         let listener = UnixListener::bind(&path).unwrap();
-        let disk = |number: usize| DiskInUse {
-            name: format!("disk {number}"),
-            transport: "nbd",
-            backend: Arc::new(RamDisk::new(8)),
-            metrics: Arc::default(),
-            throttle: Arc::default(),
-            device: Arc::new(Weak::<Mutex<MmioTransport<Arc<GuestMemoryMmap>>>>::new()),
-        };
-        let power = Power::Daemon {
-            end: Box::new(|| ()),
-            hotplug: None,
-        };
-        let disks = (0..1000).map(disk).collect();
-        let controlled = ControlledProcess::new(DiskCommand::Nbd, Instant::now(), disks, power);
+        let disk = |number: usize| disk(&format!("disk {number}"), RamDisk::new(8));
+        let controlled = daemon((0..1000).map(disk).collect());
         let render = move || controlled.metrics_text();
         let _server = MetricsServer::start_with(STACK / 4, vec![listener.into()], render).unwrap();
         let mut stream = connect(&path);
@@ -507,6 +490,13 @@ mod tests {
         stream.write_all(b"GET").unwrap();
         stream.shutdown(Shutdown::Write).unwrap();
         assert_eq!(stream.read(&mut [0; 8]).unwrap(), 0);
+        // A whole one, and its end.
+        let mut stream = connect(&path);
+        stream.write_all(b"GET /metrics HTTP/1.1\r\n\r\n").unwrap();
+        stream.shutdown(Shutdown::Write).unwrap();
+        let mut answer = Vec::new();
+        stream.read_to_end(&mut answer).unwrap();
+        assert!(answer.len() > 1 << 20);
         assert!(scrape(&path) > 1 << 20);
     }
 }

@@ -23,6 +23,8 @@ mod client;
 mod command;
 mod controlled;
 mod exports;
+#[cfg(test)]
+pub(crate) mod fixture;
 mod lines;
 mod looks;
 mod reads;

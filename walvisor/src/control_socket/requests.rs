@@ -727,13 +727,12 @@ mod tests {
     use std::sync::mpsc::{Receiver, Sender, channel};
     use std::sync::{Arc, Mutex};
     use std::thread;
-    use std::time::Instant;
 
     use walvisor_devices::backend::ram::RamDisk;
     use walvisor_devices::control::DeviceControl;
 
     use super::*;
-    use crate::disk_spec::DiskCommand;
+    use crate::control_socket::fixture;
 
     /// A device that changes its cache mode, or pauses, only when the test lets it.
     struct SlowDevice {
@@ -768,23 +767,12 @@ mod tests {
     /// lets the call return.
     fn daemon() -> (ControlledProcess, Receiver<()>, Sender<()>) {
         let ((came, comes), (go, goes)) = (channel(), channel());
-        let disk = DiskInUse {
-            name: "disk".into(),
-            transport: "nbd",
-            backend: Arc::new(RamDisk::new(8)),
-            metrics: Arc::default(),
-            throttle: Arc::default(),
-            device: Arc::new(SlowDevice {
-                came: Mutex::new(came),
-                go: Mutex::new(goes),
-            }),
-        };
-        let power = Power::Daemon {
-            end: Box::new(|| ()),
-            hotplug: None,
-        };
-        let controlled =
-            ControlledProcess::new(DiskCommand::Nbd, Instant::now(), vec![disk], power);
+        let device = Arc::new(SlowDevice {
+            came: Mutex::new(came),
+            go: Mutex::new(goes),
+        });
+        let disk = fixture::disk("disk", RamDisk::new(8));
+        let controlled = fixture::daemon(vec![DiskInUse { device, ..disk }]);
         (controlled, comes, go)
     }
 

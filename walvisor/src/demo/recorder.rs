@@ -185,6 +185,7 @@ mod tests {
     use walvisor_devices::block::BlockMetrics;
 
     use super::*;
+    use crate::control_socket::fixture::disk;
 
     #[test]
     fn only_what_happens_between_begin_and_the_next_line_is_measured() {
@@ -193,16 +194,8 @@ mod tests {
             Arc::new(BlockMetrics::default()),
         );
         let disk = DiskInUse {
-            name: "pci".to_owned(),
-            backend: Arc::new(RamDisk::new(8)),
-            transport: "pci",
             metrics: metrics.clone(),
-            throttle: Arc::default(),
-            device: Arc::new(std::sync::Weak::<
-                std::sync::Mutex<
-                    walvisor_devices::transport::MmioTransport<Arc<vm_memory::GuestMemoryMmap>>,
-                >,
-            >::new()),
+            ..disk("pci", RamDisk::new(8))
         };
         let sources = CountSources {
             exits: vec![exits.clone()],

@@ -339,24 +339,6 @@ fn a_disk_at_a_point_is_writable_with_scratch_only() {
 }
 
 #[test]
-fn the_error_for_another_commands_key_names_those_commands() {
-    let refused = |text: &str, command| DiskSpec::parse(text, command).unwrap_err().to_string();
-    assert_eq!(
-        refused("path=a,answer=written", DiskCommand::Run),
-        "answer= is for 'walvisor serve vhost-user', 'walvisor serve nbd' and 'walvisor serve \
-         ublk', and this is 'walvisor run': leave answer= out"
-    );
-    assert_eq!(
-        refused("path=a,transport=mmio", DiskCommand::Nbd),
-        "transport= is for 'walvisor run', and this is 'walvisor serve nbd': leave transport= out"
-    );
-    assert_eq!(
-        refused("path=a,backend=raw,log=l", DiskCommand::Tcmu),
-        "log= is for backend=wal, and this disk has backend=raw: leave log= out"
-    );
-}
-
-#[test]
 fn wrong_values_are_refused() {
     let wrong = "\
         path path= path=a,path=b path=a,queues=0 path=a,queues=65 path=a,queue-size=100 \

@@ -12,7 +12,7 @@ use walvisor_storage::{
 };
 use walvisor_testkit::process::{Process, client, program, run as run_program, text};
 use walvisor_testkit::{unmount, wait_until};
-use walvisor_tests::{have, have_all};
+use walvisor_tests::{have, have_all, run_sessions};
 
 use crate::{MIB, done, json, names, refused};
 
@@ -276,30 +276,8 @@ fn links_stay_in_the_guest_and_only_regular_files_come_out() {
     }
     // No bit that gives rights.
     assert_eq!(dir.join("out").metadata().unwrap().mode() & 0o7777, 0o700);
-    for (path, why) in [
-        (
-            "host",
-            "a symbolic link to \"/etc/passwd\", which is not there",
-        ),
-        ("circle", "Too many levels of symbolic links"),
-        ("pipe", "is a FIFO: name a regular file"),
-        ("null", "is a device: name a regular file"),
-        ("lost+found", "is a directory: name a regular file"),
-        ("/", "is a directory: name a regular file"),
-        ("../..", "is a directory: name a regular file"),
-        ("passwd/x", "what is there is \"/\", with"),
-        ("none", "\\u{1b}[2J"),
-    ] {
-        guest.refused(&format!("--at newest --file {path}"), &[why]);
-    }
-    for (path, why) in [
-        ("host", "debugfs does not follow"),
-        ("null", "not a regular file"),
-        ("lost+found", "is a directory"),
-        ("lost+found/a/b", "what is there is \"/lost+found\""),
-    ] {
-        guest.refused(&format!("--at newest --no-mount --file {path}"), &[why]);
-    }
+    run_sessions("files", dir, []);
+    guest.refused("--at newest --file none", &["\\u{1b}[2J"]);
     for no_mount in ["", " --no-mount"] {
         let words = format!("--at newest --file sparse{no_mount} --json");
         let _ = fs::remove_file(dir.join("out"));
@@ -313,23 +291,6 @@ fn links_stay_in_the_guest_and_only_regular_files_come_out() {
         let allocated = out.metadata().unwrap().blocks() * 512;
         assert!(!no_mount.is_empty() || allocated < MIB, "{allocated}");
     }
-    // What is at the output is never replaced, and is no reason for a long copy.
-    refused(
-        dir,
-        "disk restore disk.img --at newest --file passwd -o out",
-        1,
-        &["out: exists already"],
-    );
-    refused(
-        dir,
-        "disk restore disk.img --at newest --file passwd -o .",
-        1,
-        &["a directory"],
-    );
-    let nowhere = "disk restore disk.img --at newest --file passwd -o no/where";
-    refused(dir, nowhere, 1, &["no/where: can't make a file in no"]);
-    let in_place = "disk restore disk.img --at newest --file passwd --in-place";
-    refused(dir, in_place, 2, &["cannot be used with '--in-place'"]);
 }
 
 /// Which tables are read, and which entries, `guest_file::volume` shows.

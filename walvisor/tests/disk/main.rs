@@ -14,9 +14,9 @@ use std::path::{Path, PathBuf};
 
 use serde_json::Value;
 use walvisor_storage::{DiskOptions, Operation, Store, StoreOptions, create_disk, default_log_dir};
-use walvisor_testkit::copy_image;
 use walvisor_testkit::process::walvisor;
 use walvisor_testkit::queue::{flush, run, write};
+use walvisor_testkit::{copy_image, test_dir};
 use walvisor_tests::run_sessions;
 
 const WALVISOR: &str = env!("CARGO_BIN_EXE_walvisor");
@@ -189,8 +189,7 @@ fn each_command_answers_and_does_it() {
 
 #[test]
 fn a_sparse_image_goes_in_and_comes_out_with_its_holes() {
-    let dir = tempfile::tempdir().unwrap();
-    let dir = dir.path();
+    let dir = &test_dir();
     let raw = File::create(dir.join("raw")).unwrap();
     raw.set_len(256 * MIB + 512).unwrap();
     // Data at the start, in the middle, and in the odd sector at the end.
@@ -217,32 +216,9 @@ fn a_sparse_image_goes_in_and_comes_out_with_its_holes() {
     assert_eq!(names(dir), ["disk.img", "disk.img.wal", "out", "raw"]);
 }
 
-/// What an export of a disk with records in its log has, and what it leaves as it is.
-#[test]
-fn an_export_has_what_the_log_holds_and_changes_nothing() {
-    let dir = tempfile::tempdir().unwrap();
-    let dir = unclosed(dir.path());
-    let files = || {
-        let log = dir.join("disk.img.wal");
-        let paths = names(&log).into_iter().map(|name| log.join(name));
-        let paths = paths.chain([dir.join("disk.img")]);
-        paths
-            .map(|path| std::fs::read(path).unwrap())
-            .collect::<Vec<_>>()
-    };
-    let before = files();
-    assert!(before.last().unwrap() != &unclosed_bytes());
-    done(&dir, "disk export disk.img out");
-    assert!(std::fs::read(dir.join("out")).unwrap() == unclosed_bytes());
-    assert!(before == files());
-    done(&dir, "disk checkpoint disk.img");
-    assert!(std::fs::read(dir.join("disk.img")).unwrap() == unclosed_bytes());
-}
-
 #[test]
 fn bad_input_is_one_line_and_changes_nothing() {
-    let dir = tempfile::tempdir().unwrap();
-    let dir = dir.path();
+    let dir = &test_dir();
     std::fs::write(dir.join("odd"), [0; 1000]).unwrap();
     std::fs::write(dir.join("raw"), [7; 1024]).unwrap();
     std::fs::write(dir.join("empty"), []).unwrap();
@@ -259,8 +235,7 @@ fn bad_input_is_one_line_and_changes_nothing() {
 /// The file that another process has open is named.
 #[test]
 fn what_is_open_elsewhere_is_refused_and_stays() {
-    let dir = tempfile::tempdir().unwrap();
-    let dir = dir.path();
+    let dir = &test_dir();
     std::fs::write(dir.join("raw"), [7; 1024]).unwrap();
     for name in ["disk.img", "other.img", "open.img"] {
         done(dir, &format!("disk create {name} --size 1M"));

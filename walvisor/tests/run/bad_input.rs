@@ -1,14 +1,13 @@
 //! Bad input: the program prints one line that names the fault and the remedy, and exits with
 //! status 1 or 2.
 
-use std::ffi::OsStr;
 use std::fs;
 use std::process::Output;
 
 use walvisor_tests::{QemuNbd, have, run_sessions};
 
 use crate::kernel::{self, KernelAction};
-use crate::{has_kvm, stderr, stdout, walvisor};
+use crate::{has_kvm, stderr, stdout, test_dir, walvisor};
 
 /// Asserts exit `status`, and one line on stderr that contains each of `parts`.
 #[track_caller]
@@ -98,11 +97,11 @@ fn help_of_run_has_headings() {
 }
 
 #[test]
-fn a_bad_kernel_is_named_with_what_is_wrong() {
+fn a_bad_kernel_initrd_or_command_line_is_named_with_what_is_wrong() {
     if !has_kvm() {
         return;
     }
-    let directory = tempfile::tempdir().unwrap();
+    let dir = &test_dir();
     let (bzimage, vmlinux) = (
         kernel::bzimage(KernelAction::PowerOff),
         kernel::vmlinux(KernelAction::PowerOff, true),
@@ -118,157 +117,68 @@ fn a_bad_kernel_is_named_with_what_is_wrong() {
     let mut segments = vmlinux.clone();
     segments[54] = 7;
     let no_note = kernel::vmlinux(KernelAction::PowerOff, false);
-    let cases: [(&str, &[u8], &[&str]); 13] = [
-        ("empty", b"", &["neither a bzImage nor an ELF"]),
-        ("text", &[b'x'; 4096], &["neither a bzImage nor an ELF"]),
-        ("gzip", b"\x1f\x8b\x08\0compressed", &["uncompressed"]),
-        ("bz-cut", &bzimage[..1200], &["truncated", "1200 bytes"]),
-        ("bz-head", &bzimage[..0x210], &["truncated", "copy"]),
-        ("bz-old", &old, &["not a 64-bit kernel"]),
-        ("bz-wraps", &wrapping, &["wrap around"]),
-        ("bz-large", &large, &["--memory", "257 MiB"]),
-        ("elf-cut", &vmlinux[..vmlinux.len() - 70], &["truncated"]),
-        ("elf-head", &vmlinux[..40], &["cannot be loaded"]),
-        ("elf-segments", &segments, &["cannot be loaded"]),
-        ("elf-high", &high, &["--memory"]),
-        ("elf-plain", &no_note, &["no PVH entry", "CONFIG_PVH"]),
-    ];
-    for (name, image, parts) in cases {
-        let path = kernel::save(directory.path(), name, image);
-        let mut all = vec!["kernel '", name];
-        all.extend(parts);
-        refused(
-            &walvisor("run --memory 4M --console off --kernel", &[path.as_ref()]),
-            1,
-            &all,
-        );
+    for (name, image) in [
+        ("empty", &b""[..]),
+        ("text", &[b'x'; 4096]),
+        ("gzip", b"\x1f\x8b\x08\0compressed"),
+        ("bz-cut", &bzimage[..1200]),
+        ("bz-head", &bzimage[..0x210]),
+        ("bz-old", &old),
+        ("bz-wraps", &wrapping),
+        ("bz-large", &large),
+        ("elf-cut", &vmlinux[..vmlinux.len() - 70]),
+        ("elf-head", &vmlinux[..40]),
+        ("elf-segments", &segments),
+        ("elf-high", &high),
+        ("elf-plain", &no_note),
+        ("whole", &bzimage),
+        ("initrd", &vec![0; 5 << 20]),
+    ] {
+        kernel::save(dir, name, image);
     }
-    let missing = walvisor("run --kernel /nowhere/vmlinuz", &[]);
-    refused(
-        &missing,
-        1,
-        &["/nowhere/vmlinuz", "No such file", "give the path"],
-    );
-    refused(
-        &walvisor("run --kernel /", &[]),
-        1,
-        &["kernel '/'", "directory"],
-    );
-}
-
-#[test]
-fn a_bad_initrd_or_command_line_is_a_clear_error() {
-    if !has_kvm() {
-        return;
-    }
-    let directory = tempfile::tempdir().unwrap();
-    let bzimage = kernel::bzimage(KernelAction::PowerOff);
-    let kernel = kernel::save(directory.path(), "bzImage", &bzimage);
-    let initrd = directory.path().join("initrd");
-    fs::write(&initrd, vec![0; 5 << 20]).unwrap();
+    run_sessions("kernels", dir, []);
     let long = "x".repeat(2048);
-    let cases: [(&str, &OsStr, &[&str]); 4] = [
-        ("--initrd", "/nowhere".as_ref(), &["initrd '/nowhere'"]),
-        (
-            "--initrd",
-            initrd.as_ref(),
-            &["initrd", "--memory", "7 MiB"],
-        ),
-        (
-            "--cmdline",
-            long.as_ref(),
-            &["2048 bytes", "2047", "--cmdline"],
-        ),
-        (
-            "--metrics",
-            "/nowhere/m".as_ref(),
-            &["metrics '/nowhere/m'"],
-        ),
-    ];
-    for (option, value, parts) in cases {
-        let run = "run --memory 4M --console off --kernel";
-        let rest = [kernel.as_os_str(), option.as_ref(), value];
-        refused(&walvisor(run, &rest), 1, parts);
-    }
+    let run = "run --memory 4M --console off --kernel";
+    let whole = dir.join("whole");
+    let rest = [whole.as_os_str(), "--cmdline".as_ref(), long.as_ref()];
+    refused(
+        &walvisor(run, &rest),
+        1,
+        &["2048 bytes", "2047", "--cmdline"],
+    );
 }
 
+/// Nothing is made, and no file is changed, for a run that has a bad kernel, initrd, console or disk.
 #[test]
-fn bad_disks_are_clear_errors_and_stay_unchanged() {
-    let directory = tempfile::tempdir().unwrap();
-    let dir = directory.path();
-    let at = |name: &str| dir.join(name).display().to_string();
-    let kernel = kernel::save(dir, "bzImage", &kernel::bzimage(KernelAction::PowerOff));
-    for (name, len) in [("odd.img", 513), ("held.img", 1024), ("a.img", 4096)] {
-        fs::write(at(name), vec![7; len]).unwrap();
-    }
-    let held = have("qemu-nbd", "qemu-utils").then(|| QemuNbd::start(dir, "held.img"));
-    let mut cases: Vec<(&[&str], &[&str])> = vec![
-        (&["none.img"], &["none.img"]),
-        (&["odd.img"], &["odd.img", "512"]),
-        (
-            &["a.img", "a.img"],
-            &["a.img", "open already", "its own image"],
-        ),
-    ];
-    if held.is_some() {
-        let parts = &["held.img", "QEMU", "open for writing", "fuser -v"];
-        cases.push((&["held.img"], parts));
-    }
-    for (names, parts) in cases {
-        let mut rest = vec![kernel.clone().into_os_string()];
-        for name in names {
-            let log = if names.len() > 1 {
-                format!(",log={}", at("log"))
-            } else {
-                String::new()
-            };
-            let spec = format!("path={}{log}", at(name));
-            rest.extend(["--disk".into(), spec.into()]);
-        }
-        let rest: Vec<_> = rest.iter().map(AsRef::as_ref).collect();
-        refused(
-            &walvisor("run --memory 4M --console off --kernel", &rest),
-            1,
-            parts,
-        );
-    }
-    assert_eq!(fs::read(at("odd.img")).unwrap(), [7; 513]);
-    assert!(!fs::exists(at("odd.img.wal")).unwrap(), "a log was made");
-    assert_eq!(fs::read(at("a.img")).unwrap(), [7; 4096]);
-}
-
-#[test]
-fn a_bad_kernel_or_initrd_leaves_no_log_beside_a_raw_image() {
-    let directory = tempfile::tempdir().unwrap();
-    let at = |name: &str| directory.path().join(name).display().to_string();
+fn a_run_that_does_not_begin_changes_nothing() {
+    let dir = &test_dir();
     let bzimage = kernel::bzimage(KernelAction::PowerOff);
-    for (name, contents) in [
+    let files = [
         ("raw.img", &[7; 4096][..]),
         ("whole", &bzimage),
         ("cut", &bzimage[..1200]),
         ("old-metrics", b"old"),
-    ] {
-        fs::write(at(name), contents).unwrap();
-    }
-    let cases: [(&str, &[&str], &str); 5] = [
-        ("none", &[], "kernel '"),
-        ("cut", &[], "truncated"),
-        ("whole", &["--initrd", "/nowhere"], "initrd '/nowhere'"),
-        ("whole", &["--initrd", "/"], "initrd '/'"),
-        ("whole", &["--console", "file:/nowhere/c"], "console '"),
+        ("odd.img", &[7; 513]),
+        ("held.img", &[7; 1024]),
     ];
-    for (name, rest, part) in cases {
-        let (kernel, metrics) = (at(name), at("old-metrics"));
-        let disk = format!("path={}", at("raw.img"));
-        let mut all = vec![kernel.as_str(), "--disk", &disk, "--metrics", &metrics];
-        all.extend(rest);
-        let all: Vec<&OsStr> = all.into_iter().map(OsStr::new).collect();
-        refused(&walvisor("run --memory 4M --kernel", &all), 1, &[part]);
+    for (name, contents) in files {
+        fs::write(dir.join(name), contents).unwrap();
+    }
+    run_sessions("raw-images", dir, []);
+    if have("qemu-nbd", "qemu-utils") {
+        let _held = QemuNbd::start(dir, "held.img");
+        let [whole, held] = ["whole", "held.img"].map(|name| dir.join(name));
+        let disk = format!("path={}", held.display());
+        let rest = [whole.as_os_str(), "--disk".as_ref(), disk.as_ref()];
+        let parts = ["held.img", "QEMU", "open for writing", "fuser -v"];
+        let run = "run --memory 4M --console off --kernel";
+        refused(&walvisor(run, &rest), 1, &parts);
+    }
+    for (name, contents) in files {
+        assert_eq!(fs::read(dir.join(name)).unwrap(), contents, "{name}");
         assert!(
-            !fs::exists(at("raw.img.wal")).unwrap(),
-            "{part}: a log was made"
+            !fs::exists(dir.join(format!("{name}.wal"))).unwrap(),
+            "{name}"
         );
-        assert_eq!(fs::read(at("raw.img")).unwrap(), [7; 4096], "{part}");
-        assert_eq!(fs::read(at("old-metrics")).unwrap(), b"old", "{part}");
     }
 }

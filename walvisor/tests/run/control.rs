@@ -9,7 +9,9 @@ use std::time::{Duration, Instant};
 
 use rustix::process::Signal;
 use serde_json::{Value, json};
+use walvisor_testkit::process::create;
 use walvisor_testkit::{Process, http};
+use walvisor_tests::run_sessions;
 
 use crate::kernel::{self, KernelAction};
 use crate::{command, has_kvm, stderr, wait_for};
@@ -35,11 +37,7 @@ impl Guest {
     fn boot(then: KernelAction, arguments: &[&str]) -> Self {
         let dir = tempfile::tempdir().unwrap();
         kernel::save(dir.path(), "bzImage", &kernel::bzimage(then));
-        let disk = dir.path().join("disk.img");
-        let created = command(["disk", "create", disk.to_str().unwrap(), "--size", "1M"])
-            .output()
-            .unwrap();
-        assert!(created.status.success(), "{}", stderr(&created));
+        create(dir.path(), "disk.img", "1M");
         let child = run(dir.path(), arguments);
         Self { child, dir }
     }
@@ -281,22 +279,7 @@ fn a_live_disk_grows_is_checkpointed_and_changes_its_cache() {
     for file in [guest.path("disk.img"), copy.into()] {
         assert_eq!(std::fs::metadata(file).unwrap().len(), 3 << 20);
     }
-    for (words, part) in [
-        (
-            "export --disk r -o none",
-            "a disk without a log can't be exported",
-        ),
-        ("resize --size 3M", "say which disk"),
-        ("resize --disk x --size 3M", "no disk 'x'"),
-        ("resize --disk r --size 2M", "cannot change its size"),
-        ("resize --disk disk.img --size 2M", "cannot shrink"),
-        ("add-disk path=other.img", "this monitor has no hot-plug"),
-        ("remove-disk r", "'walvisor serve vhost-user'"),
-    ] {
-        let error = guest.ctl(words).unwrap_err();
-        let one = error.contains(part) && error.lines().count() == 1;
-        assert!(one, "{words}: {error}");
-    }
+    run_sessions("disks", guest.dir.path(), []);
     assert_eq!(guest.ctl("shutdown --now").unwrap(), "shutting down\n");
     assert_eq!(guest.end(), (Some(0), String::new()));
 }

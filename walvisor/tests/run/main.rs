@@ -3,6 +3,7 @@
 mod bad_input;
 mod boot;
 mod control;
+mod demo;
 mod kernel;
 mod mistakes;
 mod network;
@@ -13,7 +14,7 @@ mod terminal;
 use std::ffi::OsStr;
 use std::process::{Command, Output, Stdio};
 
-use walvisor_testkit::wait_until as wait_for;
+use walvisor_testkit::{test_dir, wait_until as wait_for};
 
 /// Whether this machine has a usable KVM; prints why the test is skipped if not.
 fn has_kvm() -> bool {

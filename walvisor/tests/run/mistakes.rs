@@ -7,10 +7,11 @@ use std::path::Path;
 use std::process::Command;
 
 use walvisor_testkit::Daemon;
+use walvisor_testkit::process::{create, succeed};
 use walvisor_tests::run_sessions;
 
 use crate::kernel::{self, KernelAction};
-use crate::{stderr, walvisor};
+use crate::{stderr, test_dir};
 
 /// Mistakes on a machine where `make` makes the directory /dev: the message, and `make`.
 const KVM: [(&str, &str); 2] = [
@@ -35,15 +36,12 @@ fn serve(dir: &Path, name: &str) -> Daemon {
 /// Makes the files that the mistakes are made with; returns the process that has held.img.
 fn prepare(dir: &Path) -> Daemon {
     let at = |name: &str| dir.join(name);
-    let path = |name: &str| at(name).into_os_string();
     for name in ["disk", "other", "held", "killed"] {
-        let made = walvisor("disk create --size 1M", &[&path(&format!("{name}.img"))]);
-        assert!(made.status.success(), "{}", stderr(&made));
+        create(dir, &format!("{name}.img"), "1M");
     }
     kernel::save(dir, "vmlinuz", &kernel::bzimage(KernelAction::PowerOff));
     fs::write(at("raw.img"), vec![7; 1 << 20]).unwrap();
-    let made = walvisor("disk import", &[&path("full.img"), &path("raw.img")]);
-    assert!(made.status.success(), "{}", stderr(&made));
+    succeed(dir, "disk import full.img raw.img");
     fs::write(at("odd.img"), [7; 1000]).unwrap();
     fs::write(
         at("vm.qcow2"),
@@ -73,8 +71,7 @@ fn common_mistakes_are_one_line_with_the_cure() {
 
 #[test]
 fn a_machine_without_kvm_for_this_user_is_told_what_to_do() {
-    let dir = tempfile::tempdir().unwrap();
-    let dir = dir.path();
+    let dir = &test_dir();
     kernel::save(dir, "vmlinuz", &kernel::bzimage(KernelAction::PowerOff));
     // Another user must reach the program and the kernel, and could make files.
     fs::set_permissions(dir, fs::Permissions::from_mode(0o777)).unwrap();

@@ -5,10 +5,11 @@ use std::path::Path;
 use std::process::{Command, Stdio};
 
 use rustix::process::{Signal, geteuid};
+use walvisor_testkit::process::create;
 use walvisor_testkit::{Process, give, wait_until};
 
 use crate::kernel::{self, KernelAction};
-use crate::{command, has_kvm, stderr};
+use crate::{command, has_kvm, stderr, test_dir};
 
 /// The user that the tests take; it need not have a name.
 const USER: u32 = 54321;
@@ -19,11 +20,7 @@ const RUN: &str = "run --memory 4M --kernel bzImage --cmdline up --disk path=a.i
 /// Makes a kernel that prints "up" and goes on, and a disk.
 fn prepare(dir: &Path) {
     kernel::save(dir, "bzImage", &kernel::bzimage(KernelAction::Echo));
-    let made = command(["disk", "create", "a.img", "--size", "1M"])
-        .current_dir(dir)
-        .output();
-    let made = made.unwrap();
-    assert!(made.status.success(), "{}", stderr(&made));
+    create(dir, "a.img", "1M");
 }
 
 /// Boots a guest, and waits until it runs.
@@ -59,8 +56,7 @@ fn a_run_keeps_no_capability_and_becomes_the_user_asked_for() {
         println!("only root becomes another user");
         return;
     }
-    let dir = tempfile::tempdir().unwrap();
-    let dir = dir.path();
+    let dir = &test_dir();
     prepare(dir);
     let user = format!("--user {USER}");
     let refused = command(RUN.split_whitespace().chain(user.split(' ')));

@@ -14,7 +14,7 @@ use walvisor_testkit::wait_until;
 use walvisor_tests::have;
 
 use super::vhost_user::Client;
-use super::{Daemon, WALVISOR, client, create, text};
+use super::{Daemon, WALVISOR, client, create, test_dir, text};
 
 /// `walvisor serve nbd` with `socket` as descriptor 3. A shell runs `variables` first; $$ in it is
 /// the daemon's pid.
@@ -33,8 +33,7 @@ fn systemd_starts_the_daemon_when_a_client_comes() {
     if !have("systemd-socket-activate", "systemd") || !have("nbdinfo", "libnbd-bin") {
         return;
     }
-    let dir = tempfile::tempdir().unwrap();
-    let dir = dir.path();
+    let dir = &test_dir();
     create(dir, "a.img", "1M");
     create(dir, "b.img", "2M");
     create(dir, "c.img", "4M");
@@ -80,8 +79,7 @@ fn systemd_starts_the_daemon_when_a_client_comes() {
 
 #[test]
 fn a_restart_refuses_nobody() {
-    let dir = tempfile::tempdir().unwrap();
-    let dir = dir.path();
+    let dir = &test_dir();
     create(dir, "disk.img", "8M");
     let path = dir.join("s");
     let listener = UnixListener::bind(&path).unwrap();
@@ -112,8 +110,7 @@ fn a_restart_refuses_nobody() {
 
 #[test]
 fn inherited_sockets_must_belong_to_disks() {
-    let dir = tempfile::tempdir().unwrap();
-    let dir = dir.path();
+    let dir = &test_dir();
     create(dir, "disk.img", "1M");
     let ours = "LISTEN_PID=$$ LISTEN_FDS=1";
     let refused = |socket: OwnedFd, variables: &str, parts: &[&str]| {

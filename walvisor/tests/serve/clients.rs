@@ -5,7 +5,7 @@ use std::fs;
 use serde_json::Value;
 use walvisor_tests::have;
 
-use super::{Daemon, MIB, client, create, metric, noise, run_client};
+use super::{Daemon, MIB, client, create, noise, run_client, test_dir};
 
 fn json(text: &str) -> Value {
     serde_json::from_str(text).unwrap_or_else(|error| panic!("{error}: {text}"))
@@ -16,8 +16,7 @@ fn nbdinfo_sees_the_features_of_each_disk() {
     if !have("nbdinfo", "libnbd-bin") {
         return;
     }
-    let dir = tempfile::tempdir().unwrap();
-    let dir = dir.path();
+    let dir = &test_dir();
     create(dir, "a.img", "8M --log logs");
     create(dir, "b.img", "1M --log logs");
     let daemon = Daemon::start(
@@ -74,8 +73,7 @@ fn nbdcopy_copies_data_and_holes_in_and_out() {
     if !have("nbdcopy", "libnbd-bin") {
         return;
     }
-    let dir = tempfile::tempdir().unwrap();
-    let dir = dir.path();
+    let dir = &test_dir();
     create(dir, "disk.img", "32M");
     let mut raw = vec![0; 32 << 20];
     raw[3 << 20..8 << 20].copy_from_slice(&noise(5 << 20));
@@ -107,8 +105,7 @@ fn qemu_writes_and_finds_what_it_wrote() {
     if !have("qemu-img", "qemu-utils") {
         return;
     }
-    let dir = tempfile::tempdir().unwrap();
-    let dir = dir.path();
+    let dir = &test_dir();
     create(dir, "disk.img", "16M");
     fs::write(dir.join("in.raw"), noise(16 << 20)).unwrap();
     let daemon = Daemon::start(dir, "--disk path=disk.img,port=0");
@@ -162,8 +159,7 @@ fn the_longest_request_is_served_and_an_impossible_one_is_an_error() {
     if !have("nbdsh", "python3-libnbd") {
         return;
     }
-    let dir = tempfile::tempdir().unwrap();
-    let dir = dir.path();
+    let dir = &test_dir();
     create(dir, "disk.img", "1M");
     create(dir, "long.img", "64M");
     let daemon = Daemon::start(
@@ -216,40 +212,4 @@ assert old.pread(32 << 20, 4096) == data
 old.shutdown()",
     );
     assert_eq!(daemon.stop(), "");
-}
-
-#[test]
-fn sixteen_fio_jobs_share_syncs() {
-    if !have("fio", "fio") {
-        return;
-    }
-    let dir = tempfile::tempdir().unwrap();
-    let dir = dir.path();
-    create(dir, "disk.img", "64M");
-    let daemon = Daemon::start(dir, "--disk path=disk.img,socket=s --metrics metrics");
-    let uri = format!("--uri={}", daemon.uri());
-    let job = [
-        "--name=job",
-        "--ioengine=nbd",
-        &uri,
-        "--rw=randwrite",
-        "--bs=4k",
-        "--size=2M",
-        "--offset_increment=4M",
-        "--numjobs=16",
-        "--fsync=1",
-        "--number_ios=100",
-        "--thread",
-        "--verify=crc32c",
-        "--do_verify=1",
-        "--verify_fatal=1",
-    ];
-    client(dir, "fio", &job);
-    assert_eq!(daemon.stop(), "");
-    let metrics = fs::read_to_string(dir.join("metrics")).unwrap();
-    let flushes = metric(&metrics, "walvisor_block_flushes_total");
-    let syncs = metric(&metrics, "walvisor_log_syncs_total");
-    println!("{flushes} flushes, {syncs} syncs");
-    assert!(flushes >= 1500, "{flushes} flushes");
-    assert!(syncs * 2 < flushes, "{syncs} syncs for {flushes} flushes");
 }

@@ -2,9 +2,7 @@
 
 use std::fs;
 use std::io::Write;
-use std::path::Path;
 use std::thread;
-use std::time::{Duration, SystemTime};
 
 use rustix::net::{RecvFlags, recv};
 use rustix::process::Signal;
@@ -12,10 +10,11 @@ use serde_json::{Value, json};
 use walvisor_storage::{StoreOptions, create_disk};
 use walvisor_testkit::nbd::{FLUSH, PAYLOAD_LEN, READ, RawClient, WRITE, extended_request};
 use walvisor_testkit::{MemoryFs, wait_until};
+use walvisor_tests::run_sessions;
 
 use super::vhost_user::FrontEnd;
 use super::{
-    Daemon, MIB, create, ctl, ctl_refused, errors, metric, noise, serve_telling, succeed, told,
+    Daemon, MIB, create, ctl, errors, metric, noise, serve_telling, succeed, test_dir, told,
 };
 
 /// Replies of this kind and above are errors.
@@ -28,11 +27,10 @@ fn ends(mut daemon: Daemon) {
     assert_eq!((status.code(), daemon.errors().as_str()), (Some(0), ""));
 }
 
-/// What a change is answered with, for people: a line.
+/// What a change, or a word that is wrong, is answered with, for people.
 #[test]
 fn each_change_tells_people_in_a_line() {
-    let dir = tempfile::tempdir().unwrap();
-    let dir = dir.path();
+    let dir = &test_dir();
     create(dir, "disk.img", "1M");
     create(dir, "b.img", "1M --log disk.img.wal");
     let daemon = Daemon::start(
@@ -44,127 +42,13 @@ fn each_change_tells_people_in_a_line() {
         client.write(1, 0, &[byte; 4096]);
         client.flush(2);
     }
-    let place = fs::canonicalize(dir).unwrap();
-    let place = place.display();
-    for (words, line) in [
-        ("pause", "paused"),
-        ("resume", "running"),
-        ("mark one", "marked lsn:3 of cid:3"),
-        ("snapshot two", "snapshot 'two' at lsn:3 of cid:3"),
-        (
-            "snapshot three --alone",
-            "snapshot 'three' at lsn:3 of cid:3, of disk 1 alone",
-        ),
-        ("snapshot-delete two", "snapshot 'two' deleted"),
-        ("pause --disk disk.img", "disk.img: paused"),
-        (
-            "restore --at lsn:1",
-            "disk.img: restored in place as of lsn:1, 1 record undone; to undo this, restore --at \
-             lsn:3",
-        ),
-        (
-            "restore --at lsn:2",
-            "disk.img: restored in place as of lsn:2, 0 records undone and 1 back; to undo this, \
-             restore --at lsn:4",
-        ),
-        (
-            "restore --at lsn:2",
-            "disk.img: already as of lsn:2: nothing to do",
-        ),
-        ("resume --disk disk.img", "disk.img: running"),
-        ("resize --size 3M", "disk.img: 3 MiB, before 1 MiB"),
-        ("set-cache writethrough", "disk.img: writethrough"),
-        (
-            "set-limit --ops-per-second 5000 --ops-burst 9000 --bytes-per-second 1536M",
-            "disk.img: 5000 ops/s (burst 9000), 1.5 GiB/s, weight 100",
-        ),
-        (
-            "set-limit --ops-per-second 0 --bytes-per-second 0 --weight 200",
-            "disk.img: no limit, weight 200",
-        ),
-        (
-            "add-disk path=b.img,log=disk.img.wal,socket=s",
-            &format!(
-                "serving b.img: 1 MiB at nbd+unix:///b.img?socket={place}/s, log disk.img.wal"
-            ),
-        ),
-        (
-            "remove-disk b.img",
-            "b.img: removed; the log keeps history, and with it this disk's newest records: open \
-             the disk together with its log",
-        ),
-        ("set-retain 5M", "retain=5M: the log keeps its last 5 MiB"),
-        (
-            "set-retain off --give-up-history",
-            &format!(
-                "retain=off: the log keeps no history; gave up the rest of the history of \
-                 disk.img, {place}/b.img since 2"
-            ),
-        ),
-        ("snapshot-delete three", "snapshot 'three' deleted"),
-        ("checkpoint", "disk.img: checkpointed"),
-        (
-            "look --socket look",
-            &format!(
-                "serving disk.img as of newest: 3 MiB at nbd+unix:///disk.img?socket={place}/look"
-            ),
-        ),
-        (
-            "unlook disk.img",
-            &format!("{place}/look: ended, the look at disk.img as of newest"),
-        ),
-        (
-            "remove-disk disk.img",
-            "disk.img: removed; its image is complete",
-        ),
-        ("checkpoint", "no disks"),
-        ("shutdown", "shutting down"),
-    ] {
-        if words == "set-retain 5M" {
-            wrong_words_are_refused(dir);
-        }
-        let told = told(dir, words);
-        if line.ends_with(" since 2") {
-            assert!(told.starts_with(line), "{words}: {told}");
-        } else {
-            assert_eq!(told, format!("{line}\n"), "{words}");
-        }
-    }
+    run_sessions("changes", dir, []);
     ends(daemon);
-}
-
-/// Names, amounts and texts that are none, of a daemon with the snapshot `three`.
-fn wrong_words_are_refused(dir: &Path) {
-    for (words, part) in [
-        ("snapshot three", "exists already"),
-        ("snapshot a:b", "is not a valid name for a snapshot"),
-        (
-            "snapshot-delete two",
-            "no snapshot 'two': the log has three",
-        ),
-        (
-            "set-retain much",
-            "is not an amount of history: give off, all, a time such as 24h",
-        ),
-        ("set-retain 24", "'24' is not an amount of history"),
-        (
-            "mark \u{1b}[2J",
-            "is not a valid text for a mark: give one line of 1 to 256 bytes",
-        ),
-        ("restore --at lsn:1", "walvisor ctl SOCKET pause"),
-        (
-            "export -o out --at lsn:99",
-            "can't be brought back to lsn:99",
-        ),
-    ] {
-        ctl_refused(dir, words, &[part]);
-    }
 }
 
 #[test]
 fn nbd_clients_are_paused_and_see_a_longer_disk() {
-    let dir = tempfile::tempdir().unwrap();
-    let dir = dir.path();
+    let dir = &test_dir();
     create(dir, "disk.img", "1M");
     let daemon = Daemon::start(dir, "--control ctl --disk path=disk.img,socket=s");
     let mut client = RawClient::extended(&dir.join("s"));
@@ -219,6 +103,9 @@ fn nbd_clients_are_paused_and_see_a_longer_disk() {
     assert_eq!(latency["write"]["count"], 2);
     assert!(latency["write"]["p50_us"].as_u64() <= latency["write"]["p99_us"].as_u64());
 
+    // A request that waits for the end of a pause delays nobody.
+    ctl(dir, "pause");
+    client.request(0, FLUSH, 5, 0, 0);
     assert_eq!(ctl(dir, "shutdown"), json!({}));
     ends(daemon);
     assert!(!dir.join("ctl").exists() && !dir.join("s").exists());
@@ -232,8 +119,7 @@ fn nbd_clients_are_paused_and_see_a_longer_disk() {
 /// Each log is told once, with its disks below it, in every format.
 #[test]
 fn stats_list_each_log_once_and_each_disks_cache_mode_and_condition() {
-    let dir = tempfile::tempdir().unwrap();
-    let dir = dir.path();
+    let dir = &test_dir();
     for name in ["a.img", "b.img"] {
         create(dir, name, "1M --log both");
     }
@@ -317,16 +203,15 @@ fn stats_list_each_log_once_and_each_disks_cache_mode_and_condition() {
     assert_eq!(daemon.stop(), "");
 }
 
-/// A disk whose image's file system is full says so, and since when, until there is space. With
-/// on-full=pause writes wait for that, and no wait holds up the end.
+/// A disk whose image's file system is full says so, and since when. With on-full=pause writes wait,
+/// and no wait holds up the end. How they go on once there is space, the store shows.
 #[test]
-fn stats_tell_of_a_disk_without_space_until_it_has_some() {
+fn stats_tell_of_a_disk_without_space() {
     const LENGTH: u64 = MIB / 4;
     let Some(small) = MemoryFs::tmpfs("size=2m") else {
         return;
     };
-    let dir = tempfile::tempdir().unwrap();
-    let dir = dir.path();
+    let dir = &test_dir();
     let image = small.path().join("disk.img");
     let options = StoreOptions {
         segment_size: MIB,
@@ -338,104 +223,58 @@ fn stats_tell_of_a_disk_without_space_until_it_has_some() {
         "nbd --control ctl --disk path={},log=log,socket=s,serial=one,on-full=pause",
         image.display()
     );
-    let began = SystemTime::now();
-    for (round, writes) in (0_u64..).zip([64, 128]) {
-        let mut daemon = serve_telling(dir, &arguments, 1);
-        let mut client = RawClient::extended(&dir.join("s"));
-        // A second descriptor of the connection: the requests are more than the socket's buffers
-        // hold.
-        let mut sender = RawClient {
-            socket: client.socket.try_clone().unwrap(),
-        };
-        let sending = thread::spawn(move || {
-            let data = noise(LENGTH as usize);
-            for number in 0..writes {
-                let at = number % 128 * LENGTH;
-                let request = extended_request(PAYLOAD_LEN, WRITE, number, at, LENGTH);
-                // The daemon's end ends this too.
-                if sender
-                    .socket
-                    .write_all(&[&request, &data[..]].concat())
-                    .is_err()
-                {
-                    break;
-                }
+    let mut daemon = serve_telling(dir, &arguments, 1);
+    let mut client = RawClient::extended(&dir.join("s"));
+    let sending = thread::spawn(move || {
+        let data = noise(LENGTH as usize);
+        // The daemon's end ends this.
+        for number in 0.. {
+            let request =
+                extended_request(PAYLOAD_LEN, WRITE, number, number % 128 * LENGTH, LENGTH);
+            if client
+                .socket
+                .write_all(&[&request, &data[..]].concat())
+                .is_err()
+            {
+                break;
             }
-        });
-        let condition = || ctl(dir, "stats")["disks"][0]["condition"].clone();
-        wait_until("the condition", || {
-            let told = condition();
-            told["name"] == "no_space" && told["pauses_writes"] == json!(true)
-        });
-        // The keeper says so with its next attempt.
-        wait_until("its line", || {
-            errors(dir).contains("wait until there is space")
-        });
-        let table = told(dir, "stats");
-        assert!(table.contains(", paused: no space for "), "{table}");
-        if round == 1 {
-            daemon.signal(Signal::TERM);
-            assert_eq!(daemon.child.wait().unwrap().code(), Some(1));
-            sending.join().unwrap();
-            break;
         }
-        let condition = condition();
-        let error = condition["error"].as_str().unwrap();
-        assert!(error.contains("disk.img"), "{error}");
-        let since = Duration::from_micros(condition["since_unix_us"].as_u64().unwrap());
-        let times = [began, SystemTime::now()];
-        let times = times.map(|time| time.duration_since(SystemTime::UNIX_EPOCH).unwrap());
-        // The clock of the disk's log may differ a little.
-        let around = times[0] - Duration::from_secs(1)..times[1] + Duration::from_secs(1);
-        assert!(around.contains(&since), "{since:?}: {around:?}");
-        let prometheus = told(dir, "stats --prometheus");
-        for (name, more, value) in [
-            ("condition", ",condition=\"no_space\"", 1),
-            ("pauses_writes", "", 1),
-            ("refuses_writes", "", 0),
-            ("trouble_since_seconds", "", since.as_secs()),
-        ] {
-            let line =
-                format!("walvisor_disk_{name}{{disk=\"one\",transport=\"nbd\"{more}}} {value}\n");
-            assert!(prometheus.contains(&line), "{line}:\n{prometheus}");
-        }
-        small.remount("size=64m");
-        (0..writes).for_each(|_| assert!(client.reply().kind < FAILED));
-        client.flush(writes);
-        sending.join().unwrap();
-        let condition = || ctl(dir, "stats")["disks"][0]["condition"].clone();
-        wait_until("its end", || condition()["name"] == "ok");
-        drop(client);
-        daemon.stop();
-        // Once more, with an image that can't grow.
-        small.remount("size=17m");
+    });
+    let condition = || ctl(dir, "stats")["disks"][0]["condition"].clone();
+    wait_until("the condition", || {
+        let told = condition();
+        told["name"] == "no_space" && told["pauses_writes"] == json!(true)
+    });
+    // The keeper says so with its next attempt.
+    wait_until("its line", || {
+        errors(dir).contains("wait until there is space")
+    });
+    let table = told(dir, "stats");
+    assert!(table.contains(", paused: no space for "), "{table}");
+    let condition = condition();
+    let error = condition["error"].as_str().unwrap();
+    assert!(error.contains("disk.img"), "{error}");
+    let since = condition["since_unix_us"].as_u64().unwrap() / 1_000_000;
+    let prometheus = told(dir, "stats --prometheus");
+    for (name, more, value) in [
+        ("condition", ",condition=\"no_space\"", 1),
+        ("pauses_writes", "", 1),
+        ("refuses_writes", "", 0),
+        ("trouble_since_seconds", "", since),
+    ] {
+        let line =
+            format!("walvisor_disk_{name}{{disk=\"one\",transport=\"nbd\"{more}}} {value}\n");
+        assert!(prometheus.contains(&line), "{line}:\n{prometheus}");
     }
+    daemon.signal(Signal::TERM);
+    assert_eq!(daemon.child.wait().unwrap().code(), Some(1));
+    sending.join().unwrap();
     assert!(errors(dir).contains("No space left"), "{}", errors(dir));
 }
 
 #[test]
-fn a_paused_nbd_server_ends_and_is_resumed_by_whoever_shuts_it_down() {
-    let dir = tempfile::tempdir().unwrap();
-    let dir = dir.path();
-    create(dir, "disk.img", "1M");
-    for by_signal in [true, false] {
-        let daemon = Daemon::start(dir, "--control ctl --disk path=disk.img,socket=s");
-        let mut client = RawClient::extended(&dir.join("s"));
-        ctl(dir, "pause");
-        client.request(0, FLUSH, 1, 0, 0);
-        if by_signal {
-            assert_eq!(daemon.stop(), "");
-        } else {
-            ctl(dir, "shutdown");
-            ends(daemon);
-        }
-    }
-}
-
-#[test]
 fn vhost_user_disks_are_paused_and_grow() {
-    let dir = tempfile::tempdir().unwrap();
-    let dir = dir.path();
+    let dir = &test_dir();
     create(dir, "disk.img", "1M");
     let arguments = "--control ctl --disk path=disk.img,socket=s,queues=2";
     let daemon = Daemon::start_door(dir, "vhost-user", arguments);
@@ -474,8 +313,7 @@ fn is_answered(client: &RawClient) -> bool {
 /// a pause, a removal or the daemon.
 #[test]
 fn limits_throttle_requests_and_delay_nothing_else() {
-    let dir = tempfile::tempdir().unwrap();
-    let dir = dir.path();
+    let dir = &test_dir();
     create(dir, "disk.img", "1M");
     create(dir, "other.img", "1M");
     let disk = |name: &str, limit: &str| format!("--disk path={name},socket=s,serial={limit}");

@@ -3,31 +3,25 @@
 use std::fs;
 use std::io::{BufRead, BufReader, Write};
 use std::os::unix::net::UnixStream;
-use std::process::{Command, Stdio};
 
 use rustix::process::Signal;
 use serde_json::json;
 use walvisor_testkit::nbd::RawClient;
-use walvisor_testkit::{MemoryFs, Process, wait_until};
+use walvisor_testkit::{MemoryFs, wait_until};
+use walvisor_tests::run_sessions;
 
-use super::{Daemon, MIB, WALVISOR, create, ctl, ctl_refused, noise, told};
+use super::{Daemon, MIB, create, ctl, ctl_begun, ctl_refused, noise, test_dir, told};
 
 /// Whoever is killed, the file at the name is whole or missing, and the next export succeeds.
 #[test]
 fn a_kill_leaves_no_part_of_a_copy_at_its_name() {
-    let dir = tempfile::tempdir().unwrap();
-    let dir = dir.path();
+    let dir = &test_dir();
     create(dir, "disk.img", "8M");
     let start = || Daemon::start(dir, "--control ctl --disk path=disk.img,socket=s");
     let daemon = start();
     RawClient::extended(&dir.join("s")).write(1, 0, &noise(1 << 20));
     let begin = || {
-        let mut command = Command::new(WALVISOR);
-        command
-            .args(["ctl", "ctl", "export", "-o", "copy"])
-            .current_dir(dir)
-            .stderr(Stdio::piped());
-        let client = Process::spawn(&mut command);
+        let client = ctl_begun(dir, "export -o copy");
         wait_until("a part", || dir.join("copy.walvisor-part").exists());
         client
     };
@@ -67,8 +61,7 @@ fn a_kill_leaves_no_part_of_a_copy_at_its_name() {
 
 #[test]
 fn a_failed_export_is_one_line_and_harms_no_disk() {
-    let dir = tempfile::tempdir().unwrap();
-    let dir = dir.path();
+    let dir = &test_dir();
     create(dir, "disk.img", "8M");
     fs::write(dir.join("raw.img"), noise(1 << 20)).unwrap();
     let daemon = Daemon::start(
@@ -78,29 +71,8 @@ fn a_failed_export_is_one_line_and_harms_no_disk() {
     let mut client = RawClient::extended(&dir.join("s"));
     client.write(1, 0, &noise(4 << 20));
     fs::write(dir.join("mine"), "mine").unwrap();
-    let refused = |words: &str, part: &str| {
-        ctl_refused(dir, &format!("export {words}"), &[part]);
-    };
-    for (words, part) in [
-        ("-o out", "say which disk: disk.img, raw.img"),
-        (
-            "--disk raw.img -o out",
-            "a disk without a log can't be exported",
-        ),
-        ("--disk other -o out", "no disk 'other'"),
-        ("--disk disk.img -o none/out", "none/out"),
-        ("--disk disk.img -o mine", "--force"),
-        // A disk's own image is no empty file.
-        ("--disk disk.img -o disk.img --force", "open elsewhere"),
-    ] {
-        refused(words, part);
-        assert!(!dir.join("out").exists() && !dir.join("out.walvisor-part").exists());
-    }
-    ctl_refused(
-        dir,
-        "export-cancel disk.img",
-        &["no export of disk 'disk.img'"],
-    );
+    run_sessions("exports", dir, []);
+    assert!(!dir.join("out").exists() && !dir.join("out.walvisor-part").exists());
     assert_eq!(fs::read(dir.join("mine")).unwrap(), b"mine");
     assert_eq!(
         ctl(dir, "export --disk disk.img -o mine --force"),
@@ -130,8 +102,8 @@ fn a_failed_export_is_one_line_and_harms_no_disk() {
     if let Some(small) = MemoryFs::tmpfs("size=1m") {
         let out = small.path().join("out");
         let words = format!("--disk disk.img -o {}", out.display());
-        refused(&words, "the exported file: ");
-        refused(&words, "No space left on device");
+        let parts = ["the exported file: ", "No space left on device"];
+        ctl_refused(dir, &format!("export {words}"), &parts);
         assert_eq!(fs::read_dir(small.path()).unwrap().count(), 0);
     }
     client.write(2, 4 << 20, &noise(4096));

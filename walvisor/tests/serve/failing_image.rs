@@ -12,7 +12,7 @@ use walvisor_testkit::{MemoryFs, wait_until};
 use walvisor_tests::{have_python, second_reader};
 
 use super::slow_holes::mount;
-use super::{Daemon, MIB, ctl, ctl_refused, noise, succeed, text, told, walvisor};
+use super::{Daemon, MIB, ctl, ctl_refused, noise, succeed, test_dir, text, told, walvisor};
 
 const LENGTH: u64 = MIB / 16;
 
@@ -108,8 +108,7 @@ fn a_full_file_system_under_one_image_does_not_stop_the_other_disk() {
     let Some(small) = MemoryFs::tmpfs("size=1m") else {
         return;
     };
-    let dir = tempfile::tempdir().unwrap();
-    let dir = dir.path();
+    let dir = &test_dir();
     let image = small.path().join("sick.img");
     for image in [&image, &dir.join("well.img")] {
         create_disk(image, 32 * MIB, &dir.join("log"), &options()).unwrap();
@@ -165,8 +164,7 @@ fn a_full_file_system_under_one_image_does_not_stop_the_other_disk() {
 
 #[test]
 fn an_image_that_does_not_answer_does_not_stop_the_other_disk() {
-    let dir = tempfile::tempdir().unwrap();
-    let dir = dir.path();
+    let dir = &test_dir();
     let Some(slow) = mount(dir) else {
         return;
     };

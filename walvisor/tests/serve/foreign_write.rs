@@ -8,7 +8,7 @@ use std::time::{Duration, SystemTime};
 
 use walvisor_testkit::nbd::RawClient;
 
-use super::{Daemon, client, create, noise, refused, succeed};
+use super::{Daemon, client, create, noise, refused, succeed, test_dir};
 
 /// Where the client writes, and where the other program does.
 const AT: u64 = 5 << 20;
@@ -52,8 +52,7 @@ fn bytes(image: &File, at: u64) -> Vec<u8> {
 
 #[test]
 fn what_another_program_wrote_is_not_overwritten() {
-    let dir = tempfile::tempdir().unwrap();
-    let dir = dir.path();
+    let dir = &test_dir();
     let image = killed(dir);
     image.write_all_at(&[7; 4096], OTHER).unwrap();
     told_later(dir, &image);
@@ -66,8 +65,7 @@ fn what_another_program_wrote_is_not_overwritten() {
 
 #[test]
 fn an_image_of_which_only_the_time_has_changed_can_be_used_again() {
-    let dir = tempfile::tempdir().unwrap();
-    let dir = dir.path();
+    let dir = &test_dir();
     let image = killed(dir);
     let told = told_later(dir, &image);
     let touch = told.split_once("set it back with: ").unwrap().1;

@@ -6,7 +6,7 @@ use std::path::Path;
 use walvisor_testkit::MemoryFs;
 use walvisor_testkit::nbd::RawClient;
 
-use super::{Daemon, MIB, create, refused, succeed};
+use super::{Daemon, MIB, create, refused, succeed, test_dir};
 
 /// How a guest's first sector begins when cryptsetup has encrypted the whole disk.
 const LUKS: &[u8] = b"LUKS\xba\xbe\0\x02";
@@ -59,8 +59,7 @@ fn encrypts_and_keeps(dir: &Path, marks: bool) {
 
 #[test]
 fn format_raw_is_remembered() {
-    let dir = tempfile::tempdir().unwrap();
-    let dir = dir.path();
+    let dir = &test_dir();
     let mut bytes = vec![0; MIB as usize];
     bytes[..LUKS.len()].copy_from_slice(LUKS);
     fs::write(dir.join("disk.img"), &bytes).unwrap();

@@ -5,9 +5,9 @@ use std::path::Path;
 
 use walvisor_testkit::nbd::RawClient;
 use walvisor_testkit::wait_until;
-use walvisor_tests::have;
+use walvisor_tests::{have, run_sessions};
 
-use super::{Daemon, client, ctl, refused, succeed};
+use super::{Daemon, client, ctl, succeed, test_dir};
 
 /// An ext4 of 8 MiB with this file.
 fn ext4(dir: &Path, notes: &str) -> Vec<u8> {
@@ -25,8 +25,7 @@ fn a_file_comes_out_of_a_disk_that_is_written() {
     if !have("mkfs.ext4", "e2fsprogs") {
         return;
     }
-    let dir = tempfile::tempdir().unwrap();
-    let dir = dir.path();
+    let dir = &test_dir();
     let [first, second] = ["one", "the second"].map(|notes| ext4(dir, notes));
     fs::write(dir.join("raw"), &first).unwrap();
     succeed(dir, "disk import disk.img raw");
@@ -61,29 +60,6 @@ fn a_file_comes_out_of_a_disk_that_is_written() {
             .unwrap()
             .is_empty()
     });
-    for (words, status, why) in [
-        (
-            "--at newest --file /none/x -o out",
-            1,
-            "no \"/none/x\" there; what is there is \"/\"",
-        ),
-        ("--at newest --file /notes -o raw", 1, "raw: exists already"),
-        (
-            "--at lsn:999 --file /notes -o out",
-            1,
-            "can't be brought back to lsn:999",
-        ),
-        ("--at newest --file /notes", 2, "--output"),
-        ("--at newest -o out", 2, "--file"),
-        ("--at newest", 1, "is in use"),
-        ("--disk other --at newest --file /notes -o out", 1, "other"),
-    ] {
-        refused(dir, &format!("ctl ctl restore {words}"), status, &[why]);
-        assert!(!dir.join("out").exists());
-    }
-    // Whoever asks for the disk's file is told where to ask.
-    let socket = dir.join("ctl").display().to_string();
-    let ask = format!("ask it: walvisor ctl {socket} restore --file PATH --at AT -o NEW");
-    let restore = "disk restore disk.img --at newest --file /notes -o out";
-    refused(dir, restore, 1, &[&ask]);
+    run_sessions("guest-file", dir, []);
+    assert!(!dir.join("out").exists());
 }

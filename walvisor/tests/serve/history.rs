@@ -5,11 +5,10 @@ use std::path::Path;
 
 use walvisor_storage::{StoreOptions, create_disk};
 use walvisor_testkit::nbd::{FLUSH, RawClient, WRITE};
+use walvisor_tests::run_sessions;
 
 use super::vhost_user::Client;
-use super::{
-    Daemon, MIB, create, ctl, ctl_refused, metric, noise, read, refused, serve, succeed, told,
-};
+use super::{Daemon, MIB, create, ctl, metric, noise, read, serve, succeed, test_dir, told};
 
 /// The bytes of the disk's files.
 fn files(dir: &Path) -> Vec<Vec<u8>> {
@@ -23,8 +22,7 @@ fn files(dir: &Path) -> Vec<Vec<u8>> {
 /// Several daemons and doors at once, and nothing of the disk changes.
 #[test]
 fn a_disk_is_served_as_of_points() {
-    let dir = tempfile::tempdir().unwrap();
-    let dir = dir.path();
+    let dir = &test_dir();
     create(dir, "disk.img", "8M");
     let daemon = Daemon::start(dir, "--disk path=disk.img,socket=s");
     let mut client = RawClient::extended(&dir.join("s"));
@@ -70,31 +68,7 @@ fn a_disk_is_served_as_of_points() {
 
     create(dir, "other.img", "1M");
     fs::remove_dir_all(dir.join("other.img.wal")).unwrap();
-    let newest = "disk.img.wal";
-    for (disks, status, parts) in [
-        (
-            "--disk path=disk.img,socket=t",
-            1,
-            &["already open elsewhere"][..],
-        ),
-        (
-            "--disk path=disk.img,socket=t,at=lsn:4",
-            1,
-            &[newest, "the newest is lsn:3 of cid:3"],
-        ),
-        (
-            "--disk path=other.img,socket=t,at=cid:1",
-            1,
-            &["other.img.wal: no log, so no history"],
-        ),
-        (
-            "--disk path=disk.img,socket=t --disk path=disk.img,socket=u,at=cid:1",
-            2,
-            &["disk 'disk.img' has at="],
-        ),
-    ] {
-        refused(dir, &format!("serve nbd {disks}"), status, parts);
-    }
+    run_sessions("points", dir, []);
     drop((one, two));
     assert_eq!(daemon.stop(), "");
     assert!(files(dir) == before, "looks change nothing");
@@ -104,8 +78,7 @@ fn a_disk_is_served_as_of_points() {
 /// that is asked for.
 #[test]
 fn history_is_not_given_up_by_keeping_less_of_it() {
-    let dir = tempfile::tempdir().unwrap();
-    let dir = dir.path();
+    let dir = &test_dir();
     let created = succeed(dir, "disk create a --size 1M --log log --retain 5M");
     assert_eq!(created, "a: its log log keeps its last 5 MiB\n");
     create(dir, "b", "1M --log log");
@@ -117,57 +90,20 @@ fn history_is_not_given_up_by_keeping_less_of_it() {
         2,
     );
     assert_eq!(daemon.uris[1], "24h");
-    let keeps = ctl(dir, "set-retain all")["keeps"].clone();
-    assert_eq!(keeps, "all history, while the log has room");
-    let b = fs::canonicalize(dir).unwrap().join("b");
-    let b = b.display();
     let mut client = RawClient::extended(&dir.join("s"));
     client.write(1, 0, &[1; 4096]);
     client.flush(2);
-    // All of it is of the last hour.
-    ctl(dir, "set-retain 1h");
-    let lost = format!("(retain=1h), and retain=off would give up a part of it, of a, {b}: it is");
-    let lost = [&lost, "kept since 2", "add --give-up-history (in JSON: "];
-    ctl_refused(dir, "set-retain off", &lost);
-    let lost = format!("would end it for a, {b}: what is there since 2");
-    ctl_refused(dir, "checkpoint", &[&lost, "--give-up-history"]);
-    assert_eq!(ctl(dir, "snapshots")["retain"], "1h");
-    let look = "serve nbd --disk path=a,log=log,socket=t,at=lsn:1";
-    refused(dir, look, 1, &["already open elsewhere"]);
+    run_sessions("history-kept", dir, []);
     client.write(3, 4096, &[2; 4096]);
     client.flush(4);
     drop(client);
     assert_eq!(daemon.stop(), "");
 
-    let opened = [
-        "disk 'a': its log keeps history (retain=1h), and retain=off would give up a part of it, \
-         of",
-        "open it without retain=, then 'walvisor ctl SOCKET set-retain off --give-up-history'",
-    ];
-    refused(dir, &format!("serve {disk},retain=off"), 1, &opened);
-    let created = [
-        "log: ",
-        "keeps retain=1h, and retain=30m would give history",
-    ];
-    let create_c = "disk create c --size 1M --log log --retain 30m";
-    refused(dir, create_c, 1, &created);
-    assert!(!dir.join("c").exists());
-
     create(dir, "other", "1M");
     let other = "--control ctl --disk-dir . --disk path=other,door=nbd,socket=s";
     let daemon = serve(dir, other, 1);
-    let add = "add-disk path=a,log=log,door=nbd,socket=s";
-    ctl_refused(dir, &format!("{add},retain=off"), &opened);
-    ctl(dir, add);
-    let given_up = ctl(dir, "checkpoint --disk a --give-up-history");
-    let log = &given_up["history_given_up"][0];
-    assert_eq!(
-        (&log["log"], &log["disks"]),
-        (&"log".into(), &["a".to_owned(), b.to_string()][..].into())
-    );
-    assert!(log["since_unix_us"].as_u64() > Some(0), "{log}");
-    // Now there is nothing to lose.
-    ctl(dir, "set-retain off --disk a");
+    run_sessions("history-given-up", dir, []);
+    assert!(!dir.join("c").exists());
     assert_eq!(daemon.stop(), "");
 }
 
@@ -175,8 +111,7 @@ fn history_is_not_given_up_by_keeping_less_of_it() {
 #[test]
 fn what_holds_a_log_is_told() {
     const SEGMENT: u64 = 256 << 10;
-    let dir = tempfile::tempdir().unwrap();
-    let dir = dir.path();
+    let dir = &test_dir();
     let options = StoreOptions {
         segment_size: SEGMENT,
         max_segments: 10,

@@ -14,7 +14,7 @@ use walvisor_testkit::nbd::{
 use walvisor_testkit::wait_until;
 
 use super::memory::peak;
-use super::{Daemon, MIB, create, noise, read, succeed};
+use super::{Daemon, MIB, create, noise, read, succeed, test_dir};
 
 const PAYLOAD: u16 = 1 << 5;
 const ERROR: u16 = (1 << 15) + 1;
@@ -24,8 +24,12 @@ fn served(dir: &Path) -> Daemon {
     Daemon::start(dir, "--disk path=disk.img,socket=s")
 }
 
-fn error(data: &[u8]) -> u32 {
-    u32::from_be_bytes(data[..4].try_into().unwrap())
+/// Asserts that the next reply is an error, with this number.
+#[track_caller]
+fn fails(client: &mut RawClient, cookie: u64, errno: u32) {
+    let reply = client.reply();
+    let error = u32::from_be_bytes(reply.data[..4].try_into().unwrap());
+    assert_eq!((reply.kind, reply.cookie, error), (ERROR, cookie, errno));
 }
 
 #[test]
@@ -60,28 +64,18 @@ fn extended_headers_carry_long_ranges() {
     // One range is longer than the disk, the other overflows.
     for (cookie, length) in [(5, 1 << 40), (6, u64::MAX)] {
         client.request(0, WRITE_ZEROES, cookie, 512, length);
-        let reply = client.reply();
-        assert_eq!((reply.kind, reply.cookie), (ERROR, cookie));
-        assert_eq!(error(&reply.data), 28);
+        fails(&mut client, cookie, 28);
     }
     // The server skips a payload where none belongs.
     client.request(PAYLOAD, READ, 7, 0, 4096);
     client.send(&[0xff; 4096]);
-    let reply = client.reply();
-    assert_eq!(
-        (reply.kind, reply.cookie, error(&reply.data)),
-        (ERROR, 7, 22)
-    );
+    fails(&mut client, 7, 22);
     // It also skips a payload that is too long.
     client.request(PAYLOAD, WRITE, 8, 0, (32 << 20) + 512);
     client.send(&vec![0xff; (32 << 20) + 512]);
-    let reply = client.reply();
-    assert_eq!(
-        (reply.kind, reply.cookie, error(&reply.data)),
-        (ERROR, 8, 22)
-    );
+    fails(&mut client, 8, 22);
     client.request(0, READ, 9, 0, (32 << 20) + 512);
-    assert_eq!(error(&client.reply().data), 22);
+    fails(&mut client, 9, 22);
     client.request(0, READ, 10, 0, 512);
     assert_eq!(client.reply().data[8..], [0; 512]);
     assert_eq!(daemon.stop(), "");
@@ -247,8 +241,7 @@ fn a_client_that_never_stops_sending_does_not_delay_shutdown() {
 fn reads_that_wait_for_room_are_answered_once_the_client_reads() {
     const READS: u64 = 3;
     const LENGTH: u64 = 32 * MIB;
-    let dir = tempfile::tempdir().unwrap();
-    let dir = dir.path();
+    let dir = &test_dir();
     fs::write(dir.join("raw"), noise((READS * LENGTH) as usize)).unwrap();
     succeed(dir, "disk import disk.img raw");
     let daemon = Daemon::start(dir, "--disk path=disk.img,socket=s");

@@ -8,7 +8,7 @@ use serde_json::Value;
 use walvisor_testkit::nbd::{RawClient, WRITE_ZEROES};
 use walvisor_tests::have;
 
-use super::{Daemon, client, create, noise, run_client, told};
+use super::{Daemon, client, create, noise, run_client, test_dir, told};
 
 const SIZE: usize = 16 << 20;
 const TRIM: u16 = 4;
@@ -94,8 +94,7 @@ fn a_full_and_an_incremental_backup_of_a_disk_in_use_come_back() {
     if !have("nbdinfo", "libnbd-bin") || !have("qemu-io", "qemu-utils") {
         return;
     }
-    let dir = tempfile::tempdir().unwrap();
-    let dir = dir.path();
+    let dir = &test_dir();
     create(dir, "disk.img", "16M");
     let start = || Daemon::start(dir, "--control ctl --disk path=disk.img,socket=s");
     let daemon = start();

@@ -12,7 +12,7 @@ use std::process::{Child, ChildStdin, ChildStdout, Command, Stdio};
 use rustix::process::{Pid, Signal, kill_process};
 use walvisor_tests::have;
 
-use super::{Daemon, create, foreign, text};
+use super::{Daemon, create, foreign, test_dir, text};
 
 /// A third-party program that does a step for each line it reads, and reports when it is done.
 pub(super) struct StepProgram {
@@ -104,8 +104,7 @@ fn answered_writes_survive_a_kill_unless_answer_is_memory() {
         (",answer=memory", flush, "kept 0 True\n"),
         (",answer=memory", fua, "kept 0 True\n"),
     ] {
-        let dir = tempfile::tempdir().unwrap();
-        let dir = dir.path();
+        let dir = &test_dir();
         create(dir, "disk.img", "4M");
         let arguments = format!("--disk path=disk.img,socket=s{answer}");
         let daemon = Daemon::start(dir, &arguments);

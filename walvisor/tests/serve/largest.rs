@@ -7,7 +7,7 @@ use std::path::Path;
 use walvisor_testkit::nbd::{BLOCK_STATUS, FLUSH, READ, RawClient, WRITE, WRITE_ZEROES};
 use walvisor_tests::have;
 
-use super::{Daemon, MIB, client, create, refused, succeed};
+use super::{Daemon, MIB, client, create, refused, succeed, test_dir};
 
 /// The largest disk in bytes that Linux and the NBD protocol can address: offsets are signed.
 const LARGEST: u64 = (1 << 63) - 512;
@@ -142,8 +142,7 @@ h.flush()",
 
 #[test]
 fn a_disk_that_no_file_system_or_offset_holds_is_refused() {
-    let dir = tempfile::tempdir().unwrap();
-    let dir = dir.path();
+    let dir = &test_dir();
     let too_long = |size: u64| {
         let file = File::create(dir.join("probe")).unwrap();
         file.set_len(size).is_err()

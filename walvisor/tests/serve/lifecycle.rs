@@ -7,16 +7,15 @@ use std::os::unix::net::UnixListener;
 use std::process::{Command, Stdio};
 
 use rustix::process::Signal;
-use walvisor_testkit::nbd::{READ, RawClient, WRITE};
+use walvisor_testkit::nbd::RawClient;
 use walvisor_testkit::wait_until;
 use walvisor_tests::{have_python, run_sessions};
 
-use super::{Daemon, WALVISOR, create, read, refused, succeed};
+use super::{Daemon, WALVISOR, create, read, refused, succeed, test_dir};
 
 #[test]
 fn sockets_are_private_and_gone_at_the_end() {
-    let dir = tempfile::tempdir().unwrap();
-    let dir = dir.path();
+    let dir = &test_dir();
     create(dir, "disk.img", "1M");
     let mode = || fs::metadata(dir.join("s")).unwrap().permissions().mode() & 0o777;
     for signal in [Signal::TERM, Signal::INT] {
@@ -46,8 +45,7 @@ fn sockets_are_private_and_gone_at_the_end() {
 
 #[test]
 fn every_thread_is_restricted() {
-    let dir = tempfile::tempdir().unwrap();
-    let dir = dir.path();
+    let dir = &test_dir();
     create(dir, "disk.img", "1M");
     // 0 is no filter, 2 is one.
     for (option, state) in [("", "2"), ("--seccomp off", "0"), ("--seccomp log", "2")] {
@@ -87,8 +85,7 @@ fn a_restricted_daemon_does_without_io_uring_too() {
     if !have_python() {
         return;
     }
-    let dir = tempfile::tempdir().unwrap();
-    let dir = dir.path();
+    let dir = &test_dir();
     create(dir, "disk.img", "256M");
     let mut python = Command::new("python3");
     python.args(["-c", WITHOUT_IO_URING, WALVISOR, "serve", "nbd"]);
@@ -113,32 +110,8 @@ fn a_restricted_daemon_does_without_io_uring_too() {
 }
 
 #[test]
-fn answered_writes_are_in_the_image_after_shutdown() {
-    let dir = tempfile::tempdir().unwrap();
-    let dir = dir.path();
-    create(dir, "disk.img", "8M");
-    let daemon = Daemon::start(dir, "--disk path=disk.img,socket=s");
-    let mut client = RawClient::extended(&dir.join("s"));
-    for cookie in 0..64 {
-        client.request(1 << 5, WRITE, cookie, cookie * 65536, 65536);
-        client.send(&vec![cookie as u8 + 1; 65536]);
-    }
-    for _ in 0..64 {
-        assert_eq!(client.reply().kind, 0);
-    }
-    // The client sends no FLUSH, and leaves a reply unread.
-    client.request(0, READ, 64, 0, 4 << 20);
-    assert_eq!(daemon.stop(), "");
-    let image = fs::read(dir.join("disk.img")).unwrap();
-    for (at, piece) in image.chunks(65536).take(64).enumerate() {
-        assert!(piece.iter().all(|&byte| byte == at as u8 + 1), "piece {at}");
-    }
-}
-
-#[test]
 fn bad_input_is_one_line() {
-    let dir = tempfile::tempdir().unwrap();
-    let dir = dir.path();
+    let dir = &test_dir();
     create(dir, "disk.img", "1M");
     create(dir, "other.img", "1M");
     fs::write(dir.join("file"), "data").unwrap();
@@ -156,8 +129,7 @@ fn bad_input_is_one_line() {
 /// the next one has it. 'disk checkpoint' copies everything, whatever time the daemons had.
 #[test]
 fn a_close_without_time_says_what_it_leaves() {
-    let dir = tempfile::tempdir().unwrap();
-    let dir = dir.path();
+    let dir = &test_dir();
     create(dir, "disk.img", "1M");
     let none = "--disk path=disk.img,socket=s,close-seconds=0";
     assert_eq!(Daemon::start(dir, none).stop(), "", "nothing is left");

@@ -10,7 +10,8 @@ use walvisor_testkit::nbd::{RawClient, WRITE};
 use walvisor_tests::have;
 
 use super::{
-    Daemon, WALVISOR, client, create, ctl_refused, noise, read, refused, run_client, succeed, text,
+    Daemon, WALVISOR, client, create, ctl_refused, noise, read, refused, run_client, succeed,
+    test_dir, text,
 };
 
 const LOOKS: [&str; 3] = [
@@ -23,8 +24,7 @@ const LOOKS: [&str; 3] = [
 /// command is told which one that is.
 #[test]
 fn the_error_for_a_disk_in_use_names_its_process() {
-    let dir = tempfile::tempdir().unwrap();
-    let dir = dir.path();
+    let dir = &test_dir();
     create(dir, "disk.img", "1M");
     create(dir, "other.img", "1M --log other");
     let other = "--disk path=other.img,log=other,socket=t";
@@ -142,8 +142,7 @@ fn a_disk_with_a_log_is_served_from_a_read_only_file_system() {
 /// writer recovers it.
 #[test]
 fn a_read_only_disk_is_not_changed() {
-    let dir = tempfile::tempdir().unwrap();
-    let dir = dir.path();
+    let dir = &test_dir();
     killed(dir);
     let state = || {
         let mut files = vec![dir.join("disk.img")];
@@ -175,8 +174,7 @@ fn a_user_who_may_only_read_can_look() {
     if !have("setpriv", "util-linux") {
         return;
     }
-    let dir = tempfile::tempdir().unwrap();
-    let dir = dir.path();
+    let dir = &test_dir();
     killed(dir);
     // The program may lie where only its owner can reach it.
     let program = dir.join("walvisor");

@@ -2,13 +2,13 @@
 
 use walvisor_testkit::nbd::{RawClient, WRITE};
 use walvisor_testkit::wait_until;
+use walvisor_tests::run_sessions;
 
-use super::{Daemon, create, ctl, ctl_refused, read, told};
+use super::{Daemon, create, ctl, ctl_refused, read, test_dir, told};
 
 #[test]
 fn looks_at_a_disk_in_use_are_served_and_end() {
-    let dir = tempfile::tempdir().unwrap();
-    let dir = dir.path();
+    let dir = &test_dir();
     create(dir, "disk.img", "8M");
     let disk = "--control ctl --disk path=disk.img,socket=s,retain=all";
     let daemon = Daemon::start(dir, disk);
@@ -38,24 +38,8 @@ fn looks_at_a_disk_in_use_are_served_and_end() {
     }
     commit(3);
     assert_eq!((open(), byte("one"), byte("two"), byte("s")), (2, 1, 2, 3));
-    let several = "several looks at 'disk.img'";
-    let taken = "a server listens there";
-    for (request, part) in [
-        // It would take from under the looks what they read.
-        (
-            "checkpoint --give-up-history",
-            "a look at a disk needs the log",
-        ),
-        ("unlook disk.img", several),
-        ("unlook none", "no look '"),
-        ("look --socket two", taken),
-        ("look --at lsn:999999 --socket t", "the newest is lsn:"),
-        ("look --at soon --socket t", "'soon' is not a point"),
-        ("look --disk other --socket t", "no disk 'other'"),
-    ] {
-        ctl_refused(dir, request, &[part]);
-        gone("t");
-    }
+    run_sessions("looks", dir, []);
+    gone("t");
     // A look that is ended is gone, with the name of its socket.
     assert_eq!(ctl(dir, "unlook one")["socket"], place("one"));
     gone("one");
@@ -80,8 +64,7 @@ fn looks_at_a_disk_in_use_are_served_and_end() {
 
 #[test]
 fn a_look_is_had_through_nbd_whatever_the_disks_door() {
-    let dir = tempfile::tempdir().unwrap();
-    let dir = dir.path();
+    let dir = &test_dir();
     create(dir, "disk.img", "1M");
     let disk = "--control ctl --disk path=disk.img,socket=v";
     let daemon = Daemon::start_door(dir, "vhost-user", disk);

@@ -26,7 +26,6 @@ mod points;
 mod privileges;
 mod qemu_locks;
 mod recovery;
-mod sandbox;
 mod saving;
 mod scsi;
 mod slow_holes;
@@ -43,7 +42,7 @@ use std::process::{Command, Stdio};
 use serde_json::Value;
 use walvisor_testkit::nbd::{READ, RawClient};
 use walvisor_testkit::process::{client, create, foreign, run_client, succeed, text, walvisor};
-use walvisor_testkit::{Daemon, noise};
+use walvisor_testkit::{Daemon, Process, noise, test_dir};
 
 const WALVISOR: &str = env!("CARGO_BIN_EXE_walvisor");
 const MIB: u64 = 1 << 20;
@@ -108,6 +107,14 @@ fn refused(dir: &Path, arguments: &str, status: i32, parts: &[&str]) -> String {
 #[track_caller]
 fn ctl_refused(dir: &Path, words: &str, parts: &[&str]) -> String {
     refused(dir, &format!("ctl ctl {words}"), 1, parts)
+}
+
+/// Starts a request to the daemon at the control socket `ctl`, and does not wait for its answer.
+#[track_caller]
+fn ctl_begun(dir: &Path, words: &str) -> Process {
+    let mut command = Command::new(WALVISOR);
+    command.args(["ctl", "ctl"]).args(words.split(' '));
+    Process::spawn(command.current_dir(dir).stderr(Stdio::piped()))
 }
 
 /// The answer of the daemon at the control socket `ctl`.

@@ -1,68 +1,15 @@
 //! Disks that are added to a daemon and removed from it.
 
 use std::fs;
-use std::sync::atomic::{AtomicBool, Ordering};
-use std::thread;
 
 use serde_json::json;
-use walvisor_testkit::nbd::RawClient;
 use walvisor_tests::run_sessions;
 
-use super::{Daemon, create, ctl, ctl_refused, read, succeed};
-
-/// A client of another disk on the same log notices nothing of it.
-#[test]
-fn a_disk_comes_and_goes_beside_a_writer() {
-    let dir = tempfile::tempdir().unwrap();
-    let dir = dir.path();
-    for disk in ["stays", "comes"] {
-        create(dir, disk, "4M --log log");
-    }
-    let daemon = Daemon::start(
-        dir,
-        "--control ctl --disk-dir . --disk path=stays,log=log,socket=s",
-    );
-    let over = AtomicBool::new(false);
-    thread::scope(|scope| {
-        let writer = scope.spawn(|| {
-            let mut client = RawClient::extended_to(&dir.join("s"), "stays");
-            let mut number = 0;
-            while !over.load(Ordering::SeqCst) {
-                number += 1;
-                client.write(number, number % 64 * 4096, &[number as u8; 4096]);
-                client.flush(number);
-            }
-        });
-        for round in 1..=5 {
-            let added = ctl(dir, "add-disk path=comes,log=log,socket=s");
-            assert_eq!(
-                (&added["disk"], &added["log"]),
-                (&"comes".into(), &"log".into())
-            );
-            let mut client = RawClient::extended_to(&dir.join("s"), "comes");
-            assert_eq!(read(&mut client, 0, 4096), [round - 1; 4096]);
-            // Nothing but its removal makes this durable.
-            client.write(1, 0, &[round; 4096]);
-            let removed = ctl(dir, "remove-disk comes");
-            assert_eq!(
-                removed,
-                json!({ "disk": "comes", "image": "complete", "log": "log" })
-            );
-            assert!(client.is_closed());
-            // The image can be used elsewhere at once, as a raw one.
-            succeed(dir, "disk export --force comes copy");
-            assert_eq!(fs::read(dir.join("copy")).unwrap()[..4096], [round; 4096]);
-        }
-        over.store(true, Ordering::SeqCst);
-        writer.join().unwrap();
-    });
-    assert_eq!(daemon.stop(), "");
-}
+use super::{Daemon, create, ctl, ctl_refused, test_dir};
 
 #[test]
 fn impossible_additions_and_removals_are_one_line_errors() {
-    let dir = tempfile::tempdir().unwrap();
-    let dir = dir.path();
+    let dir = &test_dir();
     for sub in ["in", "out"] {
         fs::create_dir(dir.join(sub)).unwrap();
     }

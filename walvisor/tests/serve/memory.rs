@@ -12,7 +12,7 @@ use walvisor_testkit::nbd::{
 };
 use walvisor_testkit::wait_until;
 
-use super::{Daemon, MIB, WALVISOR, create, refused, succeed};
+use super::{Daemon, MIB, WALVISOR, create, refused, succeed, test_dir};
 
 /// What an NBD client may ask for.
 const LONGEST: u64 = 32 * MIB;
@@ -142,8 +142,7 @@ fn greedy(dir: &Path, number: usize) -> UnixStream {
 
 #[test]
 fn clients_that_take_all_memory_leave_the_daemon_and_others_alive() {
-    let dir = tempfile::tempdir().unwrap();
-    let dir = dir.path();
+    let dir = &test_dir();
     let (daemon, group) = ten_disks(dir);
     let path = dir.join("s");
     let mut victim = RawClient::extended_to(&path, "0.img");
@@ -191,8 +190,7 @@ fn clients_that_take_all_memory_leave_the_daemon_and_others_alive() {
 /// So do disks in memory, and the checksums of the history that a log may keep.
 #[test]
 fn disks_need_memory_of_the_limit() {
-    let dir = tempfile::tempdir().unwrap();
-    let dir = dir.path();
+    let dir = &test_dir();
     create(dir, "a.img", "1M");
     let disk = "--disk path=a.img,socket=s";
     for (disks, limit) in [

@@ -2,8 +2,7 @@
 
 use std::collections::BTreeMap;
 use std::fs;
-use std::io::{Read, Write};
-use std::net::{Shutdown, TcpListener, TcpStream};
+use std::net::{TcpListener, TcpStream};
 use std::os::unix::fs::PermissionsExt;
 use std::os::unix::net::UnixStream;
 use std::path::Path;
@@ -12,14 +11,14 @@ use std::time::Duration;
 
 use rustix::process::Signal;
 use serde_json::Value;
-use walvisor_testkit::http::{ask, get};
+use walvisor_testkit::http::get;
 use walvisor_testkit::nbd::RawClient;
 use walvisor_testkit::process::Process;
 use walvisor_testkit::wait_until;
-use walvisor_tests::{have, metrics_complaints};
+use walvisor_tests::{have, metrics_complaints, run_sessions};
 
 use super::vhost_user::Client;
-use super::{Daemon, client, create, ctl, errors, refused, serve, serve_telling};
+use super::{Daemon, client, create, ctl, errors, refused, serve, serve_telling, test_dir};
 
 const PAGES: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/../docs/operations/prometheus");
 
@@ -89,8 +88,7 @@ fn prometheus_and_the_dashboard_find_what_they_ask_for() {
     if !have("promtool", "prometheus") {
         return;
     }
-    let dir = tempfile::tempdir().unwrap();
-    let dir = dir.path();
+    let dir = &test_dir();
     let address = free_address();
     let daemon = worked(dir, &address);
     let served = get(connect(&address), "/metrics").unwrap();
@@ -169,56 +167,8 @@ fn prometheus_and_the_dashboard_find_what_they_ask_for() {
 }
 
 #[test]
-fn strangers_at_the_port_of_the_metrics_hold_up_nobody() {
-    let dir = tempfile::tempdir().unwrap();
-    let dir = dir.path();
-    let address = free_address();
-    let daemon = worked(dir, &address);
-    let mut client = RawClient::extended_to(&dir.join("n"), "a.img");
-    // Some say nothing, some read nothing, some never end.
-    let mut strangers: Vec<_> = (0..60).map(|_| connect(&address)).collect();
-    for (number, stranger) in strangers.iter_mut().enumerate() {
-        let says = match number % 4 {
-            0 => String::new(),
-            1 => "GET /metrics HTTP/1.1\r\n\r\n".to_owned(),
-            2 => "GET /metrics HTTP/1.1\r\nX: ".to_owned() + &"x".repeat(100_000),
-            _ => "\u{16}\u{3}".repeat(3),
-        };
-        // The daemon may have closed it.
-        let _ = stranger.write_all(says.as_bytes());
-    }
-    client.write(1, 4096, &[3; 4096]);
-    client.flush(2);
-    for (request, status) in [
-        ("GET /metrics HTTP/1.1", "200 OK"),
-        ("HEAD /metrics HTTP/1.1", "200 OK"),
-        ("GET / HTTP/1.0", "404 "),
-        ("PUT /metrics HTTP/1.1", "405 "),
-        ("nonsense", "400 "),
-    ] {
-        let answer = ask(connect(&address), &format!("{request}\r\n\r\n")).unwrap();
-        let expected = format!("HTTP/1.1 {status}");
-        assert!(answer.starts_with(&expected), "{request}: {answer}");
-    }
-    // A client that has sent all keeps its end open until it has read the answer.
-    let mut stream = connect(&address);
-    stream.write_all(b"GET /metrics HTTP/1.1\r\n\r\n").unwrap();
-    stream.shutdown(Shutdown::Write).unwrap();
-    let mut answer = String::new();
-    stream.read_to_string(&mut answer).unwrap();
-    assert!(
-        answer.contains("\nwalvisor_block_flushes_total{disk=\"a.img\",transport=\"nbd\"} "),
-        "{answer}"
-    );
-    // With all filters, and no longer than without strangers.
-    assert_eq!(daemon.stop(), "");
-    drop(strangers);
-}
-
-#[test]
 fn the_socket_of_the_metrics_is_one_of_the_daemons() {
-    let dir = tempfile::tempdir().unwrap();
-    let dir = dir.path();
+    let dir = &test_dir();
     create(dir, "a.img", "1M");
     let arguments = "--disk path=a.img,socket=n --metrics-listen unix:m --mode 640";
     let scrape = || get(UnixStream::connect(dir.join("m")).unwrap(), "/metrics").unwrap();
@@ -236,24 +186,14 @@ fn the_socket_of_the_metrics_is_one_of_the_daemons() {
     assert!(scrape().contains("walvisor_disk_info{disk=\"a.img\""));
     assert_eq!(daemon.stop(), "");
     assert!(!dir.join("m").exists() && !dir.join("n").exists());
-    for (address, status, part) in [
-        ("unix:", 2, "'unix:' names no socket"),
-        ("9790", 2, "'9790' is neither unix:PATH nor"),
-        ("127.0.0.1:0", 2, "is neither"),
-        ("example.com:80", 2, "is neither"),
-        ("unix:x/y", 1, "No such file"),
-    ] {
-        let words = format!("serve nbd --disk path=a.img,socket=n --metrics-listen {address}");
-        refused(dir, &words, status, &[part]);
-        assert!(!dir.join("n").exists(), "{address}");
-    }
+    run_sessions("metrics", dir, []);
+    assert!(!dir.join("n").exists());
 }
 
 /// The file of `--config` may say where. It is read again by a process that may make no socket.
 #[test]
 fn a_configuration_file_says_where_metrics_are() {
-    let dir = tempfile::tempdir().unwrap();
-    let dir = dir.path();
+    let dir = &test_dir();
     create(dir, "a.img", "1M");
     let address = free_address();
     let port = address.rsplit(':').next().unwrap();

@@ -5,8 +5,9 @@ use std::path::Path;
 
 use serde_json::{Value, json};
 use walvisor_testkit::nbd::{FLUSH, RawClient};
+use walvisor_tests::run_sessions;
 
-use super::{Daemon, MIB, create, ctl, ctl_refused, read, refused, told};
+use super::{Daemon, create, ctl, ctl_refused, read, refused, test_dir, told};
 
 /// A daemon with the disks `vms/a` and `b` of 1 MiB on a log that keeps all history, and a client
 /// of each.
@@ -31,8 +32,7 @@ fn commit(client: &mut RawClient, byte: u8) {
 /// Each point of a disk is listed with what is typed for it, and is there.
 #[test]
 fn each_listed_point_of_a_disk_in_use_comes_back() {
-    let dir = tempfile::tempdir().unwrap();
-    let dir = dir.path();
+    let dir = &test_dir();
     let (daemon, mut clients) = two_disks(dir);
     let none = ctl(dir, "points --disk b");
     assert_eq!((&none["commits"], &none["points"]), (&json!(0), &json!([])));
@@ -132,8 +132,7 @@ fn each_listed_point_of_a_disk_in_use_comes_back() {
 /// One disk is paused and restored while a client of another one on the same log goes on.
 #[test]
 fn one_disk_is_paused_and_restored_while_another_goes_on() {
-    let dir = tempfile::tempdir().unwrap();
-    let dir = dir.path();
+    let dir = &test_dir();
     let (daemon, mut clients) = two_disks(dir);
     for byte in [1, 2] {
         clients.iter_mut().for_each(|client| commit(client, byte));
@@ -165,9 +164,9 @@ fn one_disk_is_paused_and_restored_while_another_goes_on() {
     commit(&mut clients[0], 4);
     assert_eq!(ctl(dir, "resume --disk b")["state"], "running");
     assert_eq!(clients[1].reply().cookie, 6);
-    // No pause holds up the end.
+    // No pause holds up the end, and no request that waits for one.
     ctl(dir, "pause --disk a");
-    drop(clients);
+    clients[0].request(0, FLUSH, 7, 0, 0);
     assert_eq!(daemon.stop(), "");
 }
 
@@ -175,26 +174,9 @@ fn one_disk_is_paused_and_restored_while_another_goes_on() {
 /// is one log.
 #[test]
 fn names_of_exports_and_of_the_only_log() {
-    let dir = tempfile::tempdir().unwrap();
-    let dir = dir.path();
+    let dir = &test_dir();
     let (daemon, clients) = two_disks(dir);
-    ctl(dir, "set-retain 1h");
-    assert_eq!(ctl(dir, "snapshots")["retain"], "1h");
-    ctl(dir, "snapshot now");
-    ctl(dir, "snapshot-delete now");
-    let which = "say which disk: vms/a, ";
-    ctl_refused(dir, "snapshot now --alone", &[&format!("{which}b")]);
-    let grown = ctl(dir, "resize --disk a --size 2M");
-    assert_eq!(
-        grown,
-        json!({ "disk": "vms/a", "old_size_bytes": MIB, "size_bytes": 2 * MIB })
-    );
-    let none = "no disk 'c': there are vms/a, b";
-    ctl_refused(dir, "resize --disk c --size 2M", &[none]);
-    ctl(dir, "look --disk a --socket l --keep");
-    let looks = told(dir, "looks");
-    assert!(looks.lines().nth(1).unwrap().contains("vms/a"), "{looks}");
-    assert_eq!(ctl(dir, "unlook a")["disk"], "vms/a");
+    run_sessions("names", dir, []);
     drop(clients);
     daemon.stop();
     // Two logs, and a disk that has the name of another one's export.
@@ -203,7 +185,7 @@ fn names_of_exports_and_of_the_only_log() {
         dir,
         "--control ctl --disk path=vms/a,log=log,socket=s --disk path=a,socket=t",
     );
-    ctl_refused(dir, "snapshot now", &[&format!("{which}a")]);
+    ctl_refused(dir, "snapshot now", &["say which disk: vms/a, a"]);
     assert_eq!(ctl(dir, "resize --disk a --size 3M")["disk"], "a");
     daemon.stop();
 }

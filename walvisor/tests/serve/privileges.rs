@@ -9,7 +9,7 @@ use rustix::process::geteuid;
 use walvisor_testkit::give;
 use walvisor_testkit::nbd::RawClient;
 
-use super::{Daemon, create, noise, refused, told};
+use super::{Daemon, create, noise, refused, test_dir, told};
 
 /// The user that the tests take; it need not have a name.
 const USER: u32 = 54321;
@@ -42,8 +42,7 @@ const SOCKETS: [&str; 3] = ["s", "ctl", "m"];
 #[test]
 fn a_daemon_of_root_keeps_the_capabilities_that_it_needs() {
     const DAC_OVERRIDE: u64 = 1 << 1;
-    let dir = tempfile::tempdir().unwrap();
-    let dir = dir.path();
+    let dir = &test_dir();
     create(dir, "a.img", "64M");
     create(dir, "b.img", "1M");
     for kept in [0, DAC_OVERRIDE] {
@@ -67,8 +66,7 @@ fn a_daemon_of_root_keeps_the_capabilities_that_it_needs() {
 
 #[test]
 fn a_daemon_becomes_the_user_that_is_asked_for() {
-    let dir = tempfile::tempdir().unwrap();
-    let dir = dir.path();
+    let dir = &test_dir();
     create(dir, "a.img", "64M");
     create(dir, "b.img", "1M");
     let serve = format!("{SERVE} --user {USER}");

@@ -7,7 +7,7 @@ use std::process::Command;
 use walvisor_tests::{QemuNbd, have};
 
 use super::kill::StepProgram;
-use super::{Daemon, client, create, foreign, refused, run_client, succeed, text};
+use super::{Daemon, client, create, foreign, refused, run_client, succeed, test_dir, text};
 
 /// A QEMU whose guest never starts, with a disk.
 fn qemu(dir: &Path, drive: &str) -> Command {
@@ -125,8 +125,7 @@ fn an_image_is_shared_with_qemu_by_readers_only() {
     if !have_qemu() {
         return;
     }
-    let dir = tempfile::tempdir().unwrap();
-    let dir = dir.path();
+    let dir = &test_dir();
     create(dir, "disk.img", "1M");
     create(dir, "other.img", "1M");
     let control = || fs::read(dir.join("disk.img.wal/control")).unwrap();
@@ -156,8 +155,7 @@ fn a_block_device_is_shared_with_qemu_by_readers_only() {
     if !have_qemu() || !have("losetup", "mount") {
         return;
     }
-    let dir = tempfile::tempdir().unwrap();
-    let dir = dir.path();
+    let dir = &test_dir();
     let backing = fs::File::create(dir.join("backing")).unwrap();
     backing.set_len(1 << 20).unwrap();
     let output = run_client(dir, "losetup", &["--find", "--show", "backing"]);

@@ -8,7 +8,7 @@ use std::thread;
 use walvisor_testkit::nbd::RawClient;
 use walvisor_tests::terminal;
 
-use super::{Daemon, WALVISOR, create, noise};
+use super::{Daemon, WALVISOR, create, noise, test_dir};
 
 /// Its close copies everything, however slow the machine is.
 const DISK: &str = "path=disk.img,socket=s,close-seconds=86400";
@@ -27,8 +27,7 @@ fn killed_with_a_full_log(dir: &Path) {
 
 #[test]
 fn the_progress_of_recovery_is_shown_on_terminals_only() {
-    let dir = tempfile::tempdir().unwrap();
-    let dir = dir.path();
+    let dir = &test_dir();
     create(dir, "disk.img", "128M");
     killed_with_a_full_log(dir);
     let (mut person, program) = terminal();

@@ -9,7 +9,7 @@ use serde_json::json;
 use walvisor_testkit::wait_until;
 
 use super::vhost_user::Client;
-use super::{Daemon, create, ctl, ctl_refused, disk_names, errors, serve_telling, told};
+use super::{Daemon, create, ctl, ctl_refused, disk_names, errors, serve_telling, test_dir, told};
 
 fn start(dir: &Path, disks: usize) -> Daemon {
     let arguments = "--config pool.toml --control ctl --disk-dir .";
@@ -20,8 +20,7 @@ fn start(dir: &Path, disks: usize) -> Daemon {
 /// After a kill the next start takes over the sockets, also that of a disk that was added.
 #[test]
 fn disks_that_were_added_live_are_there_after_a_kill() {
-    let dir = tempfile::tempdir().unwrap();
-    let dir = dir.path();
+    let dir = &test_dir();
     for disk in ["a", "b", "c", "d"] {
         create(dir, disk, "1M --log log");
     }
@@ -89,8 +88,7 @@ fn disks_that_were_added_live_are_there_after_a_kill() {
 
 #[test]
 fn what_cannot_be_saved_is_one_line_and_changes_nothing() {
-    let dir = tempfile::tempdir().unwrap();
-    let dir = dir.path();
+    let dir = &test_dir();
     for disk in ["a", "b"] {
         create(dir, disk, "1M");
     }

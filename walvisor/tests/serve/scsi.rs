@@ -9,7 +9,7 @@ use walvisor_testkit::virtio::scsi::{EVENTS, lun};
 use walvisor_testkit::virtio::{BlockDriver, Piece, VhostUserRegisters, guest_memory};
 
 use super::vhost_user::Client;
-use super::{create, ctl, ctl_refused, serve};
+use super::{create, ctl, ctl_refused, serve, test_dir};
 
 const DISKS: &str = "--control ctl --disk-dir . \
     --disk path=a,log=log,door=vhost-user,device=scsi,socket=s,queues=2 \
@@ -60,8 +60,7 @@ fn make_disks(dir: &Path) {
 /// The last write of each driver is not flushed; the driver outlives its daemon.
 #[test]
 fn two_luns_share_a_log_with_the_disks_of_other_doors() {
-    let dir = tempfile::tempdir().unwrap();
-    let dir = dir.path();
+    let dir = &test_dir();
     make_disks(dir);
     let daemon = serve(dir, DISKS, 4);
     assert!(daemon.uris[..2].iter().all(|place| place.ends_with("/s")));
@@ -106,8 +105,7 @@ fn two_luns_share_a_log_with_the_disks_of_other_doors() {
 
 #[test]
 fn the_control_socket_controls_each_lun() {
-    let dir = tempfile::tempdir().unwrap();
-    let dir = dir.path();
+    let dir = &test_dir();
     make_disks(dir);
     let daemon = serve(dir, DISKS, 4);
     let mut target = driver(dir, false);

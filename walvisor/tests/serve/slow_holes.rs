@@ -11,7 +11,7 @@ use walvisor_testkit::nbd::{BLOCK_STATUS, RawClient};
 use walvisor_testkit::{Process, wait_until};
 use walvisor_tests::have;
 
-use super::{Daemon, WALVISOR, client, create, ctl, ctl_refused, disk_names, told};
+use super::{Daemon, client, create, ctl, ctl_begun, ctl_refused, disk_names, test_dir, told};
 
 /// No request takes this long.
 const LIMIT: Duration = Duration::from_secs(60);
@@ -92,8 +92,7 @@ pub(super) fn mount(dir: &Path) -> Option<SlowFileSystem> {
 
 #[test]
 fn a_file_system_that_is_slow_to_find_holes_delays_nobody_else() {
-    let dir = tempfile::tempdir().unwrap();
-    let dir = dir.path();
+    let dir = &test_dir();
     let Some(slow) = mount(dir) else {
         return;
     };
@@ -135,8 +134,7 @@ print('all')
 
 #[test]
 fn a_removal_that_waits_for_its_image_delays_no_other_request() {
-    let dir = tempfile::tempdir().unwrap();
-    let dir = dir.path();
+    let dir = &test_dir();
     let Some(slow) = mount(dir) else {
         return;
     };
@@ -153,11 +151,7 @@ fn a_removal_that_waits_for_its_image_delays_no_other_request() {
     client.flush(2);
     drop(client);
     slow.halt();
-    let mut command = Command::new(WALVISOR);
-    command
-        .args(["ctl", "ctl", "remove-disk", "slow"])
-        .current_dir(dir);
-    let mut removal = Process::spawn(&mut command);
+    let mut removal = ctl_begun(dir, "remove-disk slow");
     // A request that waits for the removal ends too, and the test fails.
     let (_over, wait) = channel::<()>();
     let fuse = slow.fuse.pid();
@@ -188,8 +182,7 @@ fn a_removal_that_waits_for_its_image_delays_no_other_request() {
 
 #[test]
 fn an_export_whose_image_does_not_answer_can_be_cancelled() {
-    let dir = tempfile::tempdir().unwrap();
-    let dir = dir.path();
+    let dir = &test_dir();
     let Some(slow) = mount(dir) else {
         return;
     };
@@ -198,11 +191,7 @@ fn an_export_whose_image_does_not_answer_can_be_cancelled() {
         "--control ctl --disk path=slow/disk.img,log=log,socket=s,serial=slow",
     );
     slow.halt();
-    let mut command = Command::new(WALVISOR);
-    command
-        .args(["ctl", "ctl", "export", "-o", "copy"])
-        .current_dir(dir);
-    let mut export = Process::spawn(&mut command);
+    let mut export = ctl_begun(dir, "export -o copy");
     wait_until("the export", || {
         ctl(dir, "exports")["exports"] != serde_json::json!([])
     });

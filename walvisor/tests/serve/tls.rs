@@ -9,7 +9,7 @@ use std::path::Path;
 use walvisor_testkit::nbd::RawClient;
 use walvisor_tests::{have, run_sessions};
 
-use super::{Daemon, client, create, errors, refused, run_client, serve_telling, text};
+use super::{Daemon, client, create, errors, refused, run_client, serve_telling, test_dir, text};
 
 const STARTTLS: u32 = 5;
 const TLS_REQUIRED: u32 = (1 << 31) + 5;
@@ -91,8 +91,7 @@ const TO_SOCKET: &str = "h.connect_unix('s')";
 
 #[test]
 fn third_party_clients_encrypt() {
-    let dir = tempfile::tempdir().unwrap();
-    let dir = dir.path();
+    let dir = &test_dir();
     if !certificates(dir, true)
         || !have("nbdsh", "python3-libnbd")
         || !have("qemu-img", "qemu-utils")
@@ -171,8 +170,7 @@ h.shutdown()
 
 #[test]
 fn a_client_without_tls_learns_nothing() {
-    let dir = tempfile::tempdir().unwrap();
-    let dir = dir.path();
+    let dir = &test_dir();
     if !certificates(dir, true) || !have("nbdsh", "python3-libnbd") {
         return;
     }
@@ -226,8 +224,7 @@ fn a_client_without_tls_learns_nothing() {
 
 #[test]
 fn a_revoked_certificate_is_refused() {
-    let dir = tempfile::tempdir().unwrap();
-    let dir = dir.path();
+    let dir = &test_dir();
     if !certificates(dir, false) || !have("nbdsh", "python3-libnbd") {
         return;
     }
@@ -268,8 +265,7 @@ fn a_revoked_certificate_is_refused() {
 
 #[test]
 fn bad_certificates_are_one_line_errors() {
-    let dir = tempfile::tempdir().unwrap();
-    let dir = dir.path();
+    let dir = &test_dir();
     if !certificates(dir, true) {
         return;
     }
@@ -305,29 +301,20 @@ fn bad_certificates_are_one_line_errors() {
     run_sessions("certificates", dir, []);
 }
 
-/// A daemon at a port of its own, and that address. `None`: certtool is missing.
-fn at_port(dir: &Path) -> Option<(Daemon, String)> {
+/// Someone who holds no certificate, and connects again and again.
+#[test]
+fn strangers_fill_no_log() {
+    let dir = &test_dir();
     if !certificates(dir, false) {
-        return None;
+        return;
     }
     create(dir, "disk.img", "1M");
     let arguments = "nbd --disk path=disk.img,port=0 --tls-certificates pki --tls-verify-peer";
     let daemon = serve_telling(dir, arguments, 1);
     let address = daemon.uri().strip_prefix("nbds://").expect("TLS");
-    let address = address.split_once('/').unwrap().0.to_owned();
-    Some((daemon, address))
-}
-
-/// Someone who holds no certificate, and connects again and again.
-#[test]
-fn strangers_fill_no_log() {
-    let dir = tempfile::tempdir().unwrap();
-    let dir = dir.path();
-    let Some((daemon, address)) = at_port(dir) else {
-        return;
-    };
+    let (address, _) = address.split_once('/').unwrap();
     for number in 0..1500 {
-        let mut socket = TcpStream::connect(&address).unwrap();
+        let mut socket = TcpStream::connect(address).unwrap();
         // Some say nothing, some garbage, and some ask for TLS and then say garbage.
         let _ = match number % 3 {
             0 => Ok(()),
@@ -343,30 +330,4 @@ fn strangers_fill_no_log() {
         count.split_whitespace().last()?.parse::<u64>().ok()
     });
     assert!(counts.sum::<u64>() > 300, "{told}");
-}
-
-/// Strangers from one address, in a number that was too large for its seats, and a client from the
-/// same address.
-#[test]
-fn strangers_that_say_nothing_keep_no_client_out() {
-    let dir = tempfile::tempdir().unwrap();
-    let dir = dir.path();
-    if !have("nbdsh", "python3-libnbd") {
-        return;
-    }
-    let Some((daemon, address)) = at_port(dir) else {
-        return;
-    };
-    let (_, port) = address.rsplit_once(':').unwrap();
-    let connect = format!("h.connect_tcp('localhost', '{port}')");
-    for _ in 0..3 {
-        let strangers = [(); 200].map(|()| TcpStream::connect(&address).unwrap());
-        nbdsh(dir, "pki", &connect, "assert h.pread(512, 0) == bytes(512)").unwrap();
-        drop(strangers);
-    }
-    daemon.stop();
-    let told = errors(dir);
-    let line =
-        "16 clients from 127.0.0.1 have not chosen an export yet: the oldest was disconnected";
-    assert!(told.contains(line), "{told}");
 }

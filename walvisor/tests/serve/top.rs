@@ -13,7 +13,7 @@ use walvisor_testkit::process::Limited;
 use walvisor_testkit::{Process, wait_until};
 use walvisor_tests::terminal;
 
-use super::{Daemon, WALVISOR, create, ctl, succeed, told};
+use super::{Daemon, WALVISOR, create, ctl, succeed, test_dir, told};
 
 /// A daemon with disks `a` and `b` on one log, whose commits wait for two FLUSHes, and a client of
 /// each.
@@ -48,8 +48,7 @@ fn sharing(dir: &Path) -> Value {
 
 #[test]
 fn the_owner_of_a_disk_sees_what_its_flushes_cost_and_who_shares_them() {
-    let dir = tempfile::tempdir().unwrap();
-    let dir = dir.path();
+    let dir = &test_dir();
     let (daemon, mut clients) = two_disks(dir);
     let none = json!({ "flushes": 0, "syncs": 0.0, "groups": 0, "with": [] });
     assert_eq!(sharing(dir), none);
@@ -162,8 +161,7 @@ impl Watcher {
 
 #[test]
 fn top_ends_by_key_signal_or_with_the_daemon_and_restores_the_terminal() {
-    let dir = tempfile::tempdir().unwrap();
-    let dir = dir.path();
+    let dir = &test_dir();
     let (daemon, clients) = two_disks(dir);
     for key in [b"q", b"\x03"] {
         let mut watcher = Watcher::start(dir);

@@ -7,15 +7,14 @@ use walvisor_testkit::nbd::{BLOCK_STATUS, RawClient, WRITE_ZEROES};
 use walvisor_tests::have_python;
 
 use super::lifecycle::WITHOUT_IO_URING;
-use super::{Daemon, MIB, WALVISOR, noise, read, refused};
+use super::{Daemon, MIB, WALVISOR, noise, read, refused, test_dir};
 
 const TRIM: u16 = 4;
 
 /// With io_uring and without.
 #[test]
 fn an_image_is_served_without_a_log() {
-    let dir = tempfile::tempdir().unwrap();
-    let dir = dir.path();
+    let dir = &test_dir();
     let mut contents = noise(8 << 20);
     fs::write(dir.join("disk.img"), &contents).unwrap();
     let disk = "path=disk.img,backend=raw,socket=s";

@@ -4,17 +4,13 @@ use std::fs::{self, File};
 use std::io::{BufRead, BufReader, Read};
 use std::net::Shutdown;
 use std::os::fd::{AsFd, BorrowedFd};
-use std::sync::{Mutex, Weak};
 
 use serde_json::Value;
-use vm_memory::GuestMemoryMmap;
-use walvisor_devices::transport::MmioTransport;
 use walvisor_storage::{BlockingDisk, DiskOptions, Retention, Store, StoreOptions, create_disk};
-use walvisor_vmm::disk::DiskInUse;
 
 use super::*;
-use crate::control_socket::{COMMANDS, MAX_DEPTH, Power};
-use crate::disk_spec::DiskCommand;
+use crate::control_socket::fixture::{daemon, disk};
+use crate::control_socket::{COMMANDS, MAX_DEPTH};
 
 /// Sends a line, and returns its answer.
 fn ask(mut stream: &UnixStream, line: &str, files: &[BorrowedFd<'_>]) -> Value {
@@ -46,20 +42,7 @@ fn the_deepest_requests_take_an_eighth_of_the_stack() {
     };
     create_disk(&path, 1 << 20, &log, &options).unwrap();
     let store = Store::open(&log, &[DiskOptions::new(&path)], &options).unwrap();
-    let disk = DiskInUse {
-        name: "disk".into(),
-        transport: "nbd",
-        backend: Arc::new(store.disks()[0].clone()),
-        metrics: Arc::default(),
-        throttle: Arc::default(),
-        // A device that is gone.
-        device: Arc::new(Weak::<Mutex<MmioTransport<Arc<GuestMemoryMmap>>>>::new()),
-    };
-    let power = Power::Daemon {
-        end: Box::new(|| ()),
-        hotplug: None,
-    };
-    let controlled = ControlledProcess::new(DiskCommand::Nbd, Instant::now(), vec![disk], power);
+    let controlled = daemon(vec![disk("disk", store.disks()[0].clone())]);
     let (client, served) = UnixStream::pair().unwrap();
     client
         .set_read_timeout(Some(Duration::from_secs(60)))

@@ -23,7 +23,7 @@ use walvisor_testkit::vhost_user::memory;
 use walvisor_testkit::virtio::{Memory, Piece, Ring};
 
 use super::daemon;
-use crate::{MIB, create, metric, noise};
+use crate::{MIB, create, metric, noise, test_dir};
 
 const PATIENCE: Timespec = Timespec {
     tv_sec: 120,
@@ -225,6 +225,11 @@ impl Vmm {
         }
     }
 
+    #[track_caller]
+    fn finish_all(&mut self) {
+        (0..self.queues.len()).for_each(|queue| self.finish(queue));
+    }
+
     /// Writes a page with one queue, and reads it with another.
     #[track_caller]
     fn works(&mut self, page: u64, data: &[u8]) {
@@ -266,8 +271,7 @@ fn described(region: &GuestRegionMmap) -> VhostUserMemoryRegionInfo {
 
 #[test]
 fn cloud_hypervisor_can_pause_reset_and_grow() {
-    let dir = tempfile::tempdir().unwrap();
-    let dir = dir.path();
+    let dir = &test_dir();
     create(dir, "disk.img", "16M");
     let daemon = daemon(
         dir,
@@ -346,8 +350,7 @@ fn reconnect(vmm: &mut Vmm, socket: &Path) {
 fn no_write_is_lost_when_the_daemon_is_killed() {
     let data = noise(32 * PAGE);
     for (answer, kept) in [("", 32), (",answer=memory", 0)] {
-        let dir = tempfile::tempdir().unwrap();
-        let dir = dir.path();
+        let dir = &test_dir();
         create(dir, "disk.img", "16M");
         let arguments =
             format!("--disk path=disk.img,socket=s,queues=2{answer} --metrics metrics.txt");
@@ -357,8 +360,7 @@ fn no_write_is_lost_when_the_daemon_is_killed() {
         let mut vmm = Vmm::connect(&socket, 2);
         vmm.activate();
         write_pages(&mut vmm, 0, &data);
-        vmm.finish(0);
-        vmm.finish(1);
+        vmm.finish_all();
         daemon.kill();
         daemon = serve();
         reconnect(&mut vmm, &socket);
@@ -372,8 +374,7 @@ fn no_write_is_lost_when_the_daemon_is_killed() {
                 daemon = serve();
                 reconnect(&mut vmm, &socket);
             }
-            vmm.finish(0);
-            vmm.finish(1);
+            vmm.finish_all();
             assert_eq!(
                 count_pages(&mut vmm, round * 32, &data),
                 32,
@@ -382,8 +383,7 @@ fn no_write_is_lost_when_the_daemon_is_killed() {
         }
         // Without a kill, and with the only flush that the guest asks for.
         write_pages(&mut vmm, 0, &data);
-        vmm.finish(0);
-        vmm.finish(1);
+        vmm.finish_all();
         vmm.submit(0, 0, FLUSH, 0, 0);
         vmm.finish(0);
         drop(vmm);

@@ -15,7 +15,7 @@ use rustix::io::ReadWriteFlags;
 use walvisor_testkit::vhost_user::*;
 use walvisor_testkit::wait_until;
 
-use super::{Client, daemon};
+use super::{Client, daemon, test_dir};
 use crate::{Daemon, create, noise};
 
 const PATIENCE: Timespec = Timespec {
@@ -250,8 +250,7 @@ fn events() -> [std::os::fd::OwnedFd; 2] {
 
 #[test]
 fn a_bad_front_end_is_reported_and_harmless() {
-    let dir = tempfile::tempdir().unwrap();
-    let dir = dir.path();
+    let dir = &test_dir();
     let (daemon, mut good) = two_disks(dir);
     let data = noise(4096);
     for (part, attack) in ATTACKS {
@@ -275,8 +274,7 @@ fn a_bad_front_end_is_reported_and_harmless() {
 
 #[test]
 fn truncated_guest_memory_ends_its_session_and_harms_nobody_else() {
-    let dir = tempfile::tempdir().unwrap();
-    let dir = dir.path();
+    let dir = &test_dir();
     let (daemon, mut good) = two_disks(dir);
     let (file, [kick, error]) = (memory(0x1000), events());
     let mut bad = FrontEnd::connect(&dir.join("bad"));
@@ -301,8 +299,7 @@ fn truncated_guest_memory_ends_its_session_and_harms_nobody_else() {
 
 #[test]
 fn a_broken_ring_is_signalled_and_others_go_on() {
-    let dir = tempfile::tempdir().unwrap();
-    let dir = dir.path();
+    let dir = &test_dir();
     let (daemon, mut good) = two_disks(dir);
     let (file, [kick, error]) = (memory(0x1000), events());
     // The available index is ahead by more than the number of descriptors.
@@ -325,8 +322,7 @@ fn a_broken_ring_is_signalled_and_others_go_on() {
 /// One that stays in the middle of a message, and one that never reads.
 #[test]
 fn front_ends_that_say_or_read_nothing_do_not_delay_shutdown() {
-    let dir = tempfile::tempdir().unwrap();
-    let dir = dir.path();
+    let dir = &test_dir();
     let (daemon, good) = two_disks(dir);
     drop(good);
     let mut half = FrontEnd::connect(&dir.join("bad"));
@@ -419,8 +415,7 @@ fn drain(event: &OwnedFd) {
 
 #[test]
 fn a_front_end_that_reads_its_own_kicks_blocks_nobody() {
-    let dir = tempfile::tempdir().unwrap();
-    let dir = dir.path();
+    let dir = &test_dir();
     let (daemon, mut good) = two_disks(dir);
     let call = eventfd(0, EventfdFlags::empty()).unwrap();
     let bad = Identities::start(&dir.join("bad"), &call);
@@ -439,8 +434,7 @@ fn a_front_end_that_reads_its_own_kicks_blocks_nobody() {
 
 #[test]
 fn a_front_end_that_fills_its_call_descriptor_blocks_nobody() {
-    let dir = tempfile::tempdir().unwrap();
-    let dir = dir.path();
+    let dir = &test_dir();
     let (daemon, mut good) = two_disks(dir);
     let call = eventfd(0, EventfdFlags::empty()).unwrap();
     let mut bad = Identities::start(&dir.join("bad"), &call);
@@ -481,8 +475,7 @@ fn a_front_end_that_fills_its_call_descriptor_blocks_nobody() {
 #[test]
 fn a_full_socket_as_call_descriptor_blocks_nobody() {
     let (mut end, call) = std::os::unix::net::UnixStream::pair().unwrap();
-    let dir = tempfile::tempdir().unwrap();
-    let dir = dir.path();
+    let dir = &test_dir();
     let (daemon, mut good) = two_disks(dir);
     let mut bad = Identities::start(&dir.join("bad"), &call);
     for _ in 0..600 {

@@ -8,7 +8,7 @@ use std::time::Duration;
 use blkio::{Blkio, BlkioStartOutcome, Blkioq, Completion, MemoryRegion, ReqFlags};
 
 use super::daemon;
-use crate::{MIB, create, metric, noise};
+use crate::{MIB, create, metric, noise, test_dir};
 
 const PATIENCE: Duration = Duration::from_secs(120);
 const PIECE: usize = 4096;
@@ -96,8 +96,7 @@ fn finish(queue: &mut Blkioq, count: usize) -> Vec<(usize, i32)> {
 
 #[test]
 fn a_program_with_libblkio_reads_what_it_wrote() {
-    let dir = tempfile::tempdir().unwrap();
-    let dir = dir.path();
+    let dir = &test_dir();
     create(dir, "disk.img", "16M");
     let serve = "--disk path=disk.img,socket=s,queues=4 --metrics metrics.txt";
     let daemon = daemon(dir, serve);
@@ -167,25 +166,4 @@ fn a_program_with_libblkio_reads_what_it_wrote() {
     // One explicit flush, and one that makes the FUA write durable.
     assert_eq!(metric(&metrics, "walvisor_block_flushes_total"), 2);
     assert_eq!(metric(&metrics, "walvisor_block_errors_total"), 1);
-}
-
-#[test]
-fn a_program_with_libblkio_sees_that_a_disk_is_read_only() {
-    let dir = tempfile::tempdir().unwrap();
-    let dir = dir.path();
-    create(dir, "disk.img", "1M");
-    let daemon = daemon(dir, "--disk path=disk.img,socket=s,readonly=on");
-    let mut disk = connect(&dir.join("s"), false);
-    let error = disk.start().err().expect("it may not be written to");
-    assert_eq!(error.errno(), blkio::Errno::ROFS, "{}", error.message());
-    drop(disk);
-    let mut disk = connect(&dir.join("s"), true);
-    let mut queue = disk.start().unwrap().queues.remove(0);
-    let buffer = disk.alloc_mem_region(PIECE).unwrap();
-    disk.map_mem_region(&buffer).unwrap();
-    queue.read(0, buffer.addr as *mut u8, PIECE, 1, NONE);
-    queue.flush(2, NONE);
-    assert_eq!(finish(&mut queue, 2), [(1, 0), (2, 0)]);
-    drop((queue, disk));
-    assert_eq!(daemon.stop(), "");
 }

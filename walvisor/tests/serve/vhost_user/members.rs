@@ -4,14 +4,14 @@ use std::fs;
 use std::os::unix::fs::PermissionsExt;
 
 use serde_json::json;
+use walvisor_tests::run_sessions;
 
-use super::{Client, FrontEnd, daemon};
-use crate::{create, ctl, ctl_refused};
+use super::{Client, FrontEnd, daemon, test_dir};
+use crate::{create, ctl};
 
 #[test]
 fn disks_come_and_go_while_a_front_end_uses_another() {
-    let dir = tempfile::tempdir().unwrap();
-    let dir = dir.path();
+    let dir = &test_dir();
     for disk in ["stays", "comes"] {
         create(dir, disk, "4M --log log");
     }
@@ -51,23 +51,7 @@ fn disks_come_and_go_while_a_front_end_uses_another() {
         let image = fs::read(dir.join("comes")).unwrap();
         assert!(image[..4096] == [round; 4096] && image[8192..12288] == [round; 4096]);
     }
-    for (words, part) in [
-        ("add-disk path=comes,log=log", "give socket=PATH"),
-        (
-            "add-disk path=comes,log=log,socket=s",
-            "s': the path exists",
-        ),
-        (
-            "add-disk path=comes,log=log,socket=/run/s",
-            "/run/s is not beneath a --disk-dir",
-        ),
-        (
-            "add-disk path=comes,log=log,socket=none/s",
-            "none/s is not beneath a --disk-dir",
-        ),
-    ] {
-        ctl_refused(dir, words, &[part]);
-    }
+    run_sessions("sockets", dir, []);
     // A disk that is there at the end leaves no socket behind.
     ctl(dir, "add-disk path=comes,log=log,socket=t");
     drop(staying);

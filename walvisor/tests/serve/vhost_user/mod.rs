@@ -11,7 +11,7 @@ pub use walvisor_testkit::vhost_user_client::VhostUserClient as Client;
 
 use std::path::Path;
 
-use super::Daemon;
+use super::{Daemon, test_dir};
 
 /// Starts the daemon.
 #[track_caller]

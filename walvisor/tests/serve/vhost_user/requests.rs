@@ -1,12 +1,11 @@
 //! Front-ends that come one after the other.
 
-use super::{Client, daemon};
+use super::{Client, daemon, test_dir};
 use crate::create;
 
 #[test]
 fn the_next_front_end_waits_until_the_first_has_gone() {
-    let dir = tempfile::tempdir().unwrap();
-    let dir = dir.path();
+    let dir = &test_dir();
     create(dir, "disk.img", "1M");
     let daemon = daemon(dir, "--disk path=disk.img,socket=s");
     let socket = dir.join("s");

@@ -1,49 +1,37 @@
 //! `walvisor demo`, as its users run it.
 
+use std::fs;
 use std::path::Path;
-use std::process::{Command, Output};
 
 use serde_json::Value;
 
-const WALVISOR: &str = env!("CARGO_BIN_EXE_walvisor");
+use crate::{command, has_kvm, stderr, stdout, test_dir};
 
-fn demo(arguments: &[&str], directory: &Path) -> Output {
-    Command::new(WALVISOR)
-        .arg("demo")
-        .args(arguments)
-        .arg("--dir")
-        .arg(directory)
-        .output()
-        .expect("walvisor starts")
-}
-
-/// Whether this machine has a usable KVM; prints why the test is skipped if not.
-fn kvm() -> bool {
-    match walvisor_vmm::probe::open() {
-        Ok(_) => true,
-        Err(error) => {
-            println!("skipped: {error}");
-            false
-        }
-    }
-}
-
-fn entries(directory: &Path) -> usize {
-    std::fs::read_dir(directory).expect("readable").count()
+/// What the demo prints, and what it says beside that, in `dir`; all that it made there is gone.
+#[track_caller]
+fn demo(dir: &Path, arguments: &str) -> (String, String) {
+    let words = format!("demo {arguments} --dir .");
+    let run = { command(words.split_whitespace()) }
+        .current_dir(dir)
+        .output();
+    let run = run.unwrap();
+    let (text, errors) = (stdout(&run), stderr(&run));
+    assert!(run.status.success(), "{text}{errors}");
+    assert_eq!(
+        fs::read_dir(dir).unwrap().count(),
+        0,
+        "the disks are removed"
+    );
+    (text, errors)
 }
 
 #[test]
 fn both_transports_verify_every_byte_and_the_counts_make_sense() {
-    if !kvm() {
+    if !has_kvm() {
         return;
     }
-    let directory = tempfile::tempdir().expect("a directory");
-    let output = demo(&["--json"], directory.path());
-    let (text, errors) = (
-        String::from_utf8_lossy(&output.stdout),
-        String::from_utf8_lossy(&output.stderr),
-    );
-    assert!(output.status.success(), "{text}{errors}");
+    let dir = &test_dir();
+    let (text, _) = demo(dir, "--json");
     let report: Value = serde_json::from_str(&text).expect("JSON, and nothing else");
     let transports = report["transports"].as_array().expect("a list");
     let names: Vec<_> = transports
@@ -68,39 +56,20 @@ fn both_transports_verify_every_byte_and_the_counts_make_sense() {
         assert!(count("bytes") > (2048 + 1024) * 4096, "{row}");
         assert!(count("time_us") > 0, "{row}");
     }
-    assert_eq!(entries(directory.path()), 0, "the disks are removed");
-}
-
-/// A person sees what the guest says, and a table.
-#[test]
-fn the_table_has_a_line_for_each_transport() {
-    if !kvm() {
-        return;
-    }
-    let directory = tempfile::tempdir().expect("a directory");
-    let text = String::from_utf8(demo(&[], directory.path()).stdout).expect("UTF-8");
-    let row = |line: &str| line.split(' ').next().map(str::to_owned);
-    let rows: Vec<_> = text
-        .lines()
-        .filter(|line| line.ends_with(" all"))
-        .filter_map(row)
-        .collect();
+    // A person sees what the guest says, and a table.
+    let (text, _) = demo(dir, "");
+    let rows = text.lines().filter(|line| line.ends_with(" all"));
+    let rows: Vec<_> = rows.filter_map(|line| line.split(' ').next()).collect();
     assert_eq!(rows, ["mmio", "pci"], "{text}");
     assert!(text.contains("guest: pci: block device 00:"), "{text}");
 }
 
 #[test]
 fn every_case_of_conformance_passes_on_both_transports() {
-    if !kvm() {
+    if !has_kvm() {
         return;
     }
-    let directory = tempfile::tempdir().expect("a directory");
-    let output = demo(&["--conformance", "--json"], directory.path());
-    let (text, errors) = (
-        String::from_utf8_lossy(&output.stdout),
-        String::from_utf8_lossy(&output.stderr),
-    );
-    assert!(output.status.success(), "{text}{errors}");
+    let (text, errors) = demo(&test_dir(), "--conformance --json");
     assert_eq!(errors, "", "what the guest provokes is no warning");
     let report: Value = serde_json::from_str(&text).expect("JSON, and nothing else");
     assert_eq!(report["failed"], 0, "{text}");
@@ -127,20 +96,4 @@ fn every_case_of_conformance_passes_on_both_transports() {
             assert!(names.contains(&name), "{transport}: {name}");
         }
     }
-    assert_eq!(entries(directory.path()), 0, "the disks are removed");
-}
-
-#[test]
-fn a_directory_that_is_not_there_is_named() {
-    if !kvm() {
-        return;
-    }
-    let output = demo(&[], Path::new("/nonexistent/place"));
-    let errors = String::from_utf8_lossy(&output.stderr);
-    assert_eq!(output.status.code(), Some(1), "{errors}");
-    assert_eq!(errors.lines().count(), 1, "{errors}");
-    assert!(
-        errors.contains("/nonexistent/place") && errors.contains("--dir"),
-        "{errors}"
-    );
 }
