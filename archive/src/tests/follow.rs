@@ -6,13 +6,15 @@ use walvisor_storage::{DiskOptions, LockedLog, Operation, Point, Retention, Stor
 use walvisor_testkit::queue;
 
 use super::faulty::FaultyStore;
-use super::{Bench, archive_in, bytes_of, copy_images, mark, options, settle, uploader, write};
-use crate::epoch::Claim;
+use super::{
+    Bench, archive_in, bytes_of, claim_elsewhere, copy_images, mark, options, refused, settle,
+    take_over, uploader, write,
+};
 use crate::error::{Error, ErrorKind, Result};
 use crate::follow::Replica;
 use crate::layout::{self, ObjectId};
 use crate::remote::Archive;
-use crate::uploader::{UploadOptions, Uploader};
+use crate::uploader::Uploader;
 
 fn replica<'a>(bench: &Bench, archive: &'a Archive) -> Result<Replica<'a>> {
     Replica::open(archive, &bench.dir.path().join("replica"), &mut |_, _| {})
@@ -214,20 +216,11 @@ fn the_old_host_does_not_take_the_archive_back() {
     settle(&mut uploader(&archive, &bench));
     replica(&bench, &archive).unwrap().promote().unwrap();
     // As if it were another machine.
-    let name = layout::epoch(2);
-    let claim = archive.block_on(archive.need(&name)).unwrap();
-    let mut claim = Claim::of(&claim, &name).unwrap();
-    claim.host = "elsewhere".to_owned();
-    let claim = serde_json::to_vec(&claim).unwrap().into();
-    archive.block_on(archive.put(&name, &claim)).unwrap();
+    claim_elsewhere(&archive, 2);
     put(&store, 2);
-    let back = Uploader::new(&archive, &bench.log(), UploadOptions::default());
-    assert!(back.err().unwrap().to_string().contains("--take-over"));
-    let options = UploadOptions {
-        take_over: true,
-        ..UploadOptions::default()
-    };
-    settle(&mut Uploader::new(&archive, &bench.log(), options).unwrap());
+    let back = refused(&archive, &bench.log());
+    assert!(back.to_string().contains("--take-over"), "{back}");
+    settle(&mut Uploader::new(&archive, &bench.log(), take_over()).unwrap());
     // Now it has the archive.
     settle(&mut uploader(&archive, &bench));
 }

@@ -9,7 +9,6 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
 
-use object_store::ObjectStoreExt;
 use object_store::memory::InMemory;
 use walvisor_storage::{
     BackendQueue, Buffer, Commit, Disk, DiskOptions, MarkText, Operation, Point, Retention, Store,
@@ -17,7 +16,8 @@ use walvisor_storage::{
 };
 use walvisor_testkit::queue;
 
-use crate::error::{ErrorKind, Result};
+use crate::epoch::Claim;
+use crate::error::{Error, ErrorKind, Result};
 use crate::expire::{DAY_US, ExpireOptions, ExpireReport, Lease, expire_at};
 use crate::layout::{self, ObjectId};
 use crate::lineage::read_base;
@@ -101,6 +101,16 @@ fn archive_in(store: Arc<dyn object_store::ObjectStore>) -> Archive {
     Archive::over(store, "a/log".into(), "memory".into(), true).unwrap()
 }
 
+/// Opens the disks that have come back.
+fn open(restored: &RestoreReport) -> Store {
+    let disks: Vec<_> = restored
+        .disks
+        .iter()
+        .map(|disk| DiskOptions::new(&disk.path))
+        .collect();
+    Store::open(&restored.log_dir, &disks, &options(Retention::Nothing)).unwrap()
+}
+
 /// The present bytes of a disk that is not in use.
 fn bytes_of(disk: &Path, log: &Path) -> Vec<u8> {
     let raw = disk.with_extension("raw");
@@ -118,6 +128,30 @@ fn mark(disk: &Disk) -> Commit {
 
 fn uploader<'a>(archive: &'a Archive, bench: &Bench) -> Uploader<'a> {
     Uploader::new(archive, &bench.log(), UploadOptions::default()).unwrap()
+}
+
+/// Why no uploader begins.
+fn refused(archive: &Archive, log: &Path) -> Error {
+    let begun = Uploader::new(archive, log, UploadOptions::default());
+    begun.map(drop).unwrap_err()
+}
+
+fn take_over() -> UploadOptions {
+    UploadOptions {
+        take_over: true,
+        ..UploadOptions::default()
+    }
+}
+
+/// Has another machine claim what was claimed here.
+fn claim_elsewhere(archive: &Archive, epoch: u64) {
+    let name = layout::epoch(epoch);
+    let claim = archive.block_on(archive.need(&name)).unwrap();
+    let mut claim = Claim::of(&claim, &name).unwrap();
+    claim.host = "elsewhere".to_owned();
+    claim.owner = "process 1 on elsewhere".to_owned();
+    let claim = serde_json::to_vec(&claim).unwrap().into();
+    archive.block_on(archive.put(&name, &claim)).unwrap();
 }
 
 /// Ticks until everything is there.
@@ -254,27 +288,6 @@ fn images_lead_to_no_point_before_what_they_may_have() {
 }
 
 #[test]
-fn an_uploader_that_was_killed_goes_on_where_it_was() {
-    let (bench, archive, store) = Bench::in_use(Retention::All);
-    let disk = &store.disks()[0];
-    for round in 1..8u8 {
-        write(disk, u64::from(round), round, 1);
-        mark(disk);
-        let mut up = uploader(&archive, &bench);
-        assert_eq!(up.epoch(), u64::from(round));
-        settle(&mut up);
-    }
-    let seen = survey(&archive).unwrap();
-    assert_eq!(
-        (seen.spans.len(), seen.spans[0].bases.len(), seen.epoch),
-        (1, 1, 7)
-    );
-    let bytes = bench.bytes_at(&archive, Point::Newest);
-    assert!((1..8).all(|round| bytes[round * 512] == round as u8));
-    store.close().unwrap();
-}
-
-#[test]
 fn an_uploader_that_lost_the_archive_stops_and_what_it_adds_does_not_count() {
     let bench = Bench::new(&["a"], Retention::All);
     let (archive, other) = (bench.archive(), bench.archive());
@@ -308,8 +321,7 @@ fn a_store_that_ignores_conditions_is_refused() {
     let bench = Bench::new(&["a"], Retention::All);
     let careless = Arc::new(faulty::FaultyStore::careless(bench.store.clone()));
     let archive = archive_in(careless.clone());
-    let refused = Uploader::new(&archive, &bench.log(), UploadOptions::default()).map(drop);
-    let refused = refused.unwrap_err().to_string();
+    let refused = refused(&archive, &bench.log()).to_string();
     assert!(
         refused.contains("ignores conditions") && refused.contains("fencing=off"),
         "{refused}"
@@ -320,14 +332,10 @@ fn a_store_that_ignores_conditions_is_refused() {
 
 #[test]
 fn an_archive_is_of_one_log() {
-    let (bench, other) = (
-        Bench::new(&["a"], Retention::All),
-        Bench::new(&["a"], Retention::All),
-    );
+    let [bench, other] = [(); 2].map(|()| Bench::new(&["a"], Retention::All));
     let archive = bench.archive();
     settle(&mut uploader(&archive, &bench));
-    let refused = Uploader::new(&archive, &other.log(), UploadOptions::default()).map(drop);
-    let refused = refused.unwrap_err();
+    let refused = refused(&archive, &other.log());
     assert_eq!(refused.kind(), ErrorKind::InvalidInput);
     assert!(
         refused.to_string().contains("an archive of its own"),
@@ -352,32 +360,12 @@ fn a_log_that_went_on_without_the_archive_begins_anew_and_the_old_span_stays() {
     write(disk, 0, 9, 1);
     mark(disk);
     // Not if it was another machine that wrote the archive.
-    let claim = object_store::path::Path::from(format!("a/log/{}", layout::epoch(1)));
-    archive.block_on(async {
-        let ours = bench
-            .store
-            .get(&claim)
-            .await
-            .unwrap()
-            .bytes()
-            .await
-            .unwrap();
-        let mut theirs: serde_json::Value = serde_json::from_slice(&ours).unwrap();
-        theirs["host"] = "elsewhere".into();
-        theirs["owner"] = "process 1 on elsewhere".into();
-        let theirs = theirs.to_string().into_bytes();
-        bench.store.put(&claim, theirs.into()).await.unwrap();
-    });
-    let refused = Uploader::new(&archive, &bench.log(), UploadOptions::default()).map(drop);
-    let refused = refused.unwrap_err();
+    claim_elsewhere(&archive, 1);
+    let refused = refused(&archive, &bench.log());
     assert_eq!(refused.kind(), ErrorKind::Fenced);
     let told = "process 1 on elsewhere has written this archive since";
     assert!(refused.to_string().contains(told), "{refused}");
-    let options = UploadOptions {
-        take_over: true,
-        ..UploadOptions::default()
-    };
-    let mut up = Uploader::new(&archive, &bench.log(), options).unwrap();
+    let mut up = Uploader::new(&archive, &bench.log(), take_over()).unwrap();
     assert!(up.take_reason().unwrap().contains("not any more"));
     settle(&mut up);
     assert_eq!(survey(&archive).unwrap().spans.len(), 2);
@@ -604,9 +592,7 @@ fn a_restored_log_goes_on() {
     settle(&mut uploader(&archive, &bench));
     store.close().unwrap();
     let (_dir, restored) = bench.restore(&archive, Point::Lsn(one.lsn)).unwrap();
-    let options = options(Retention::Nothing);
-    let opened = [DiskOptions::new(&restored.disks[0].path)];
-    let store = Store::open(&restored.log_dir, &opened, &options).unwrap();
+    let store = open(&restored);
     let disk = &store.disks()[0];
     write(disk, 1, 3, 1);
     mark(disk);
@@ -633,18 +619,18 @@ fn damage_in_the_store_is_told_and_never_restored() {
         .collect();
     assert!(names.len() >= 3, "{names:?}");
     for name in names {
-        let key = object_store::path::Path::from(format!("a/log/{name}"));
-        let get = async { bench.store.get(&key).await.unwrap().bytes().await.unwrap() };
-        let whole = archive.block_on(get);
+        let whole = archive.block_on(archive.need(&name)).unwrap();
+        let put = |bytes: &[u8]| {
+            let bytes = bytes.to_vec().into();
+            archive.block_on(archive.put(&name, &bytes)).unwrap();
+        };
         let mut flipped = whole.to_vec();
         flipped[whole.len() / 2] ^= 1;
-        for bad in [Some(flipped), Some(whole[..whole.len() / 2].to_vec()), None] {
-            archive.block_on(async {
-                match bad {
-                    Some(bad) => drop(bench.store.put(&key, bad.into()).await.unwrap()),
-                    None => bench.store.delete(&key).await.unwrap(),
-                }
-            });
+        for bad in [Some(&flipped[..]), Some(&whole[..whole.len() / 2]), None] {
+            match bad {
+                Some(bad) => put(bad),
+                None => archive.block_on(archive.remove(&name)).unwrap(),
+            }
             let failed = bench
                 .restore(&archive, Point::Newest)
                 .map(drop)
@@ -655,8 +641,7 @@ fn damage_in_the_store_is_told_and_never_restored() {
                 failed.kind() == ErrorKind::Damaged || missing,
                 "{name}: {text}"
             );
-            let put = async { bench.store.put(&key, whole.clone().into()).await };
-            archive.block_on(put).unwrap();
+            put(&whole);
         }
     }
     bench.bytes_at(&archive, Point::Newest);
@@ -705,35 +690,6 @@ fn a_restore_that_was_ended_goes_on_with_the_next_chunk() {
     assert!((0..all).all(right));
     let error = restore(&failing, &dir, Point::Newest, &mut |_, _| {}).unwrap_err();
     assert!(error.to_string().contains("not empty"), "{error}");
-}
-
-#[test]
-fn an_archive_in_a_directory() {
-    let bench = Bench::new(&["a"], Retention::All);
-    let place = bench.dir.path().join("archive");
-    let url = format!("file://{}", place.display());
-    let url: crate::ArchiveUrl = url.parse().unwrap();
-    let missing = Archive::open(&url).map(drop).unwrap_err().to_string();
-    assert!(missing.contains("mkdir -p"), "{missing}");
-    std::fs::create_dir(&place).unwrap();
-    let archive = Archive::open(&url).unwrap();
-    let none = survey(&archive).unwrap_err();
-    assert_eq!(none.kind(), ErrorKind::NotFound);
-    let store = bench.open(&["a"]);
-    write(&store.disks()[0], 5, 7, 1);
-    mark(&store.disks()[0]);
-    settle(&mut uploader(&archive, &bench));
-    settle(&mut uploader(&archive, &bench));
-    store.close().unwrap();
-    assert_eq!(bench.bytes_at(&archive, Point::Newest)[5 * 512], 7);
-    assert!(
-        place
-            .join(layout::part(ObjectId {
-                epoch: 1,
-                number: 1
-            }))
-            .is_file()
-    );
 }
 
 /// What an idle log costs.
@@ -800,9 +756,11 @@ const FIRST: ObjectId = ObjectId {
     number: 1,
 };
 
-/// A log whose images were copied four times, with records in between, and the commits after which
-/// they were.
-fn copied_four_times(bench: &Bench, archive: &Archive, disk: &Disk) -> Vec<(Commit, u8)> {
+/// A log in use whose images were copied four times, with records in between, and the commits after
+/// which they were.
+fn copied_four_times() -> (Bench, Archive, Store, Vec<(Commit, u8)>) {
+    let (bench, archive, store) = Bench::in_use(Retention::Nothing);
+    let disk = &store.disks()[0];
     let mut commits = Vec::new();
     for round in 1..=4u8 {
         // No chunk like another, and one that stays.
@@ -811,9 +769,9 @@ fn copied_four_times(bench: &Bench, archive: &Archive, disk: &Disk) -> Vec<(Comm
         (0..5).for_each(|_| write(disk, 0, round, 128));
         commits.push((mark(disk), round));
         disk.checkpoint().unwrap();
-        copy_images(bench, archive);
+        copy_images(&bench, &archive);
     }
-    commits
+    (bench, archive, store, commits)
 }
 
 /// Sends the log, and copies the images.
@@ -844,9 +802,8 @@ fn reachable(bench: &Bench, archive: &Archive, commits: &[(Commit, u8)]) -> Vec<
 
 #[test]
 fn what_no_kept_point_needs_expires_and_the_log_goes_on() {
-    let (bench, archive, store) = Bench::in_use(Retention::Nothing);
+    let (bench, archive, store, commits) = copied_four_times();
     let disk = &store.disks()[0];
-    let commits = copied_four_times(&bench, &archive, disk);
     assert_eq!(reachable(&bench, &archive, &commits), [1, 2, 3, 4]);
     let gone = expire_before(&archive, commits[2].0.unix_us, 0, AT_ONCE);
     assert!(gone.bases > 0 && gone.parts > 0 && gone.chunks > 0 && gone.bytes > 0);
@@ -872,9 +829,7 @@ fn what_no_kept_point_needs_expires_and_the_log_goes_on() {
 
 #[test]
 fn one_point_of_each_day_stays() {
-    let (bench, archive, store) = Bench::in_use(Retention::Nothing);
-    let disk = &store.disks()[0];
-    let commits = copied_four_times(&bench, &archive, disk);
+    let (bench, archive, store, commits) = copied_four_times();
     let newest = commits[3].0.unix_us;
     // The first two copies were made two days ago.
     let names = archive.block_on(archive.list(layout::BASES)).unwrap();
@@ -900,9 +855,7 @@ fn one_point_of_each_day_stays() {
 
 #[test]
 fn what_a_running_restore_needs_stays() {
-    let (bench, archive, store) = Bench::in_use(Retention::Nothing);
-    let disk = &store.disks()[0];
-    let commits = copied_four_times(&bench, &archive, disk);
+    let (bench, archive, store, commits) = copied_four_times();
     let first = archive.block_on(archive.list(layout::BASES)).unwrap();
     assert_eq!(first[0].name, layout::base(FIRST));
     assert!(archive.block_on(read_base(&archive, FIRST)).is_ok());
@@ -924,9 +877,8 @@ fn what_a_running_restore_needs_stays() {
 /// The archive begins anew, and the first copy of the images has not ended.
 #[test]
 fn the_last_way_back_stays_until_there_is_another() {
-    let (bench, archive, store) = Bench::in_use(Retention::Nothing);
+    let (bench, archive, store, commits) = copied_four_times();
     let disk = &store.disks()[0];
-    let commits = copied_four_times(&bench, &archive, disk);
     // Without a push, the log forgets what the archive lacks.
     for round in 0..40 {
         write(disk, 0, round, 128);
@@ -952,9 +904,7 @@ fn the_last_way_back_stays_until_there_is_another() {
 /// A restore that was killed keeps nothing for ever.
 #[test]
 fn a_lease_that_nobody_renews_ends() {
-    let (bench, archive, store) = Bench::in_use(Retention::Nothing);
-    let disk = &store.disks()[0];
-    let commits = copied_four_times(&bench, &archive, disk);
+    let (bench, archive, store, commits) = copied_four_times();
     let lease = archive.block_on(Lease::take(&archive, FIRST)).unwrap();
     std::mem::forget(lease);
     expire_before(&archive, commits[3].0.unix_us + 2 * DAY_US, 0, AT_ONCE);
@@ -967,9 +917,8 @@ fn a_lease_that_nobody_renews_ends() {
 /// Chunks of a copy that is under way are in no manifest yet.
 #[test]
 fn chunks_of_a_copy_that_is_under_way_stay() {
-    let (bench, archive, store) = Bench::in_use(Retention::Nothing);
+    let (bench, archive, store, commits) = copied_four_times();
     let disk = &store.disks()[0];
-    let commits = copied_four_times(&bench, &archive, disk);
     write(disk, 0, 5, 128);
     let newest = (mark(disk), 5);
     disk.checkpoint().unwrap();

@@ -4,7 +4,6 @@ use std::path::Path;
 use std::sync::mpsc::channel;
 use std::thread;
 
-use object_store::path::Path as Key;
 use walvisor_storage::{FetchMap, ImageReader, LogRoot, resize_disk};
 use walvisor_testkit::{PATIENCE, Random};
 
@@ -33,15 +32,6 @@ fn archived() -> (Bench, Arc<FaultyStore>) {
     store.close().unwrap();
     let faulty = Arc::new(FaultyStore::new(bench.store.clone(), 0, 0));
     (bench, faulty)
-}
-
-fn open(restored: &RestoreReport) -> Store {
-    let disks: Vec<_> = restored
-        .disks
-        .iter()
-        .map(|disk| DiskOptions::new(&disk.path))
-        .collect();
-    Store::open(&restored.log_dir, &disks, &options(Retention::Nothing)).unwrap()
 }
 
 /// Serves the archive to `dir`, and calls `use_disks` as soon as the disks are ready. From then on
@@ -164,10 +154,9 @@ fn a_lost_chunk_fails_its_requests_and_no_others() {
     let (bench, faulty) = archived();
     let archive = bench.archive();
     let chunks = archive.block_on(archive.list("chunks")).unwrap();
-    let key = Key::from(format!("a/log/{}", chunks[0].name));
-    let whole = archive.block_on(async { bench.store.get(&key).await.unwrap().bytes().await });
-    let whole = whole.unwrap();
-    archive.block_on(async { bench.store.delete(&key).await.unwrap() });
+    let lost = &chunks[0].name;
+    let whole = archive.block_on(archive.need(lost)).unwrap();
+    archive.block_on(archive.remove(lost)).unwrap();
     let dir = bench.dir.path().join("restored");
     let (failed, read) = served((&faulty, u64::MAX), &dir, Point::Newest, |report| {
         let store = open(report);
@@ -202,7 +191,9 @@ fn a_lost_chunk_fails_its_requests_and_no_others() {
         error.to_string().contains("not all of the image"),
         "{error}"
     );
-    archive.block_on(async { bench.store.put(&key, whole.into()).await.unwrap() });
+    archive
+        .block_on(archive.put(&chunks[0].name, &whole))
+        .unwrap();
     let again = serve(&archive, &dir, Point::Newest, |_| {}, &mut |_, _| {}).unwrap();
     assert_eq!(again.chunks, 1);
     let bytes = bytes_of(&again.disks[0].path, &again.log_dir);

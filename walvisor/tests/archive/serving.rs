@@ -12,7 +12,7 @@ use walvisor_testkit::process::{create, program, succeed};
 use walvisor_testkit::s3::S3;
 use walvisor_testkit::{Daemon, Process, Random};
 
-use super::{BLOCK, numbers, refused, run, serve_nbd, two_hosts, with_keys};
+use super::{BLOCK, exported, refused, run, serve_nbd, two_hosts, with_keys};
 
 /// Blocks of a chunk.
 const CHUNK: u64 = 1024;
@@ -178,8 +178,7 @@ fn disks_are_used_while_they_are_fetched_whoever_is_killed() {
         drop(serving);
         rounds += 1;
     }
-    succeed(&elsewhere, "disk export restored/disk.img look.raw");
-    let found = numbers(&elsewhere.join("look.raw"));
+    let found = exported(&elsewhere, "restored/disk.img");
     for (block, found) in found.iter().enumerate() {
         assert!(
             oracle.allows(block as u64, *found),
@@ -190,8 +189,7 @@ fn disks_are_used_while_they_are_fetched_whoever_is_killed() {
     store.delay_of("/chunks/", Duration::ZERO);
     run(&elsewhere, &format!("push restored/disk.img.wal {url}"));
     run(&home, &format!("restore {url} again"));
-    succeed(&home, "disk export again/disk.img look.raw");
-    assert!(numbers(&home.join("look.raw")) == found);
+    assert!(exported(&home, "again/disk.img") == found);
 }
 
 /// A disk of 100 GiB is read a moment after its restore has begun.
@@ -259,8 +257,7 @@ fn a_disk_whose_chunks_do_not_come_is_written_and_mended() {
     let errors = daemon.errors();
     let why = "nobody fetches it: run 'walvisor archive restore'";
     assert!(errors.contains(why), "{errors}");
-    succeed(&elsewhere, "disk export restored/disk.img look.raw");
-    let found = numbers(&elsewhere.join("look.raw"));
+    let found = exported(&elsewhere, "restored/disk.img");
     let written = [9, 8].map(|byte| u64::from_le_bytes([byte; 8]));
     assert_eq!((found[0], &found[7..9]), (1, &written[..]));
 }
