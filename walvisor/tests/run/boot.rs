@@ -190,3 +190,26 @@ fn a_raw_image_is_a_disk_without_a_log() {
     assert_eq!(std::fs::read(&image).unwrap(), [7; 8192]);
     assert!(!directory.path().join("disk.img.wal").exists());
 }
+
+/// A guest may have disks as they were, with and without a scratch file.
+#[test]
+fn a_guest_gets_disks_as_of_points() {
+    if !has_kvm() {
+        return;
+    }
+    let dir = tempfile::tempdir().unwrap();
+    create(dir.path(), "disk.img", "1M --retain all");
+    let disk = |at: &str| format!("path={},{at}", dir.path().join("disk.img").display());
+    let (past, scratch) = (disk("at=lsn:0"), disk("at=lsn:0,scratch=on,transport=pci"));
+    for output in boot_both(
+        KernelAction::PowerOff,
+        &["--disk", &past, "--disk", &scratch],
+    ) {
+        assert_eq!(output.status.code(), Some(0), "{}", stderr(&output));
+    }
+    for output in boot_both(KernelAction::PowerOff, &["--disk", &disk("at=lsn:1")]) {
+        assert_eq!(output.status.code(), Some(1));
+        let error = stderr(&output);
+        assert!(error.contains("there is only LSN 0"), "{error}");
+    }
+}

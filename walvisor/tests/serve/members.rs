@@ -3,9 +3,10 @@
 use std::fs;
 
 use serde_json::json;
+use walvisor_testkit::nbd::RawClient;
 use walvisor_tests::run_sessions;
 
-use super::{Daemon, create, ctl, ctl_refused, test_dir};
+use super::{Daemon, create, ctl, ctl_refused, refused, succeed, test_dir};
 
 #[test]
 fn impossible_additions_and_removals_are_one_line_errors() {
@@ -62,4 +63,32 @@ fn impossible_additions_and_removals_are_one_line_errors() {
     assert_eq!(ctl(dir, "remove-disk first")["image"], "complete");
     assert_eq!(daemon.stop(), "");
     run_sessions("disk-dir", dir, []);
+}
+
+/// A daemon opens the images that it is told of, whatever its log says.
+#[test]
+fn an_image_that_only_the_log_names_is_not_opened() {
+    let dir = &test_dir();
+    for disk in ["a", "b"] {
+        succeed(dir, &format!("disk create {disk} --size 1M --log log"));
+    }
+    let [a, b] = ["a", "b"].map(|disk| format!("--disk path={disk},log=log,socket={disk}.sock"));
+    let daemon = Daemon::start(dir, &format!("{a} {b}"));
+    let mut client = RawClient::extended_to(&dir.join("b.sock"), "b");
+    client.write(1, 0, &[7; 4096]);
+    client.flush(2);
+    daemon.kill();
+
+    let first = || fs::read(dir.join("b")).unwrap()[..4096].to_vec();
+    let serve = format!("serve nbd {a}");
+    for arguments in [&*serve, "disk checkpoint a --log log"] {
+        let record = "the log holds 1 record of another disk, last at ";
+        let image = "/b, which is not opened because only the log names it";
+        refused(dir, arguments, 1, &[record, image]);
+    }
+    assert_eq!(first(), [0; 4096]);
+
+    let daemon = Daemon::start(dir, &format!("{a},detached=a:b"));
+    assert_eq!(daemon.stop(), "");
+    assert_eq!(first(), [7; 4096]);
 }
