@@ -492,35 +492,6 @@ fn a_disk_that_comes_to_the_log_is_archived_from_then_on() {
     assert_eq!((bytes.len(), bytes[0], bytes[512]), (4096, 6, 7));
 }
 
-#[test]
-fn a_restore_in_place_is_seen() {
-    let bench = Bench::new(&["a", "b"], Retention::All);
-    let archive = bench.archive();
-    let store = bench.open(&["a", "b"]);
-    let (a, b) = (&store.disks()[0], &store.disks()[1]);
-    let mut up = uploader(&archive, &bench);
-    write(a, 0, 1, 1);
-    let one = mark(a);
-    write(a, 0, 2, 1);
-    write(b, 0, 2, 1);
-    let two = mark(a);
-    a.rewind(Point::Lsn(one.lsn)).unwrap();
-    write(b, 0, 3, 1);
-    mark(b);
-    settle(&mut up);
-    let first = |at| {
-        let (_dir, restored) = bench.restore(&archive, at).unwrap();
-        let disks = restored.disks.iter();
-        disks
-            .map(|disk| bytes_of(&disk.path, &restored.log_dir)[0])
-            .collect::<Vec<_>>()
-    };
-    assert_eq!(first(Point::Newest), [1, 3]);
-    assert_eq!(first(Point::Lsn(two.lsn)), [2, 2]);
-    assert_eq!(first(Point::Lsn(one.lsn)), [1, 0]);
-    store.close().unwrap();
-}
-
 /// The log is an older one than the archive has seen, and nobody has opened it yet.
 #[test]
 fn a_log_that_is_behind_the_archive_does_not_pass_for_its_end() {

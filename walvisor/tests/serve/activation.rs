@@ -2,7 +2,6 @@
 //! no client is refused.
 
 use std::fs;
-use std::io::{Read, Write};
 use std::net::TcpListener;
 use std::os::fd::OwnedFd;
 use std::os::unix::net::{UnixListener, UnixStream};
@@ -10,7 +9,7 @@ use std::path::Path;
 use std::process::{Command, Stdio};
 
 use walvisor_testkit::nbd::{READ, RawClient, WRITE};
-use walvisor_testkit::wait_until;
+use walvisor_testkit::{http, wait_until};
 use walvisor_tests::have;
 
 use super::vhost_user::Client;
@@ -66,11 +65,8 @@ fn systemd_starts_the_daemon_when_a_client_comes() {
     front_end.write(0, 0, 4096, &[7; 4096]);
     front_end.finish(0, 1);
     drop(front_end);
-    let mut scraper = UnixStream::connect(dir.join("m")).unwrap();
-    scraper.write_all(b"GET /metrics HTTP/1.0\r\n\r\n").unwrap();
-    let mut answer = String::new();
-    scraper.read_to_string(&mut answer).unwrap();
-    assert!(answer.starts_with("HTTP/1.1 200 "), "{answer}");
+    let scraper = UnixStream::connect(dir.join("m")).unwrap();
+    http::get(scraper, "/metrics").unwrap();
     let errors = daemon.stop();
     assert!(!errors.contains("walvisor:"), "{errors}");
     // systemd removes the sockets, not the daemon.

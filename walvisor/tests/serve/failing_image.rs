@@ -12,7 +12,7 @@ use walvisor_testkit::{MemoryFs, wait_until};
 use walvisor_tests::{have_python, second_reader};
 
 use super::slow_holes::mount;
-use super::{Daemon, MIB, ctl, ctl_refused, noise, succeed, test_dir, text, told, walvisor};
+use super::{Daemon, MIB, ctl_refused, disk_stats, noise, succeed, test_dir, text, told, walvisor};
 
 const LENGTH: u64 = MIB / 16;
 
@@ -48,10 +48,7 @@ fn expect_copied(image: &Path, places: Range<u64>) {
 }
 
 fn condition(dir: &Path, name: &str) -> Value {
-    let stats = ctl(dir, "stats");
-    let mut disks = stats["disks"].as_array().unwrap().iter();
-    let disk = disks.find(|disk| disk["name"] == name).unwrap();
-    disk["condition"].clone()
+    disk_stats(dir, name)["condition"].clone()
 }
 
 /// The disk whose image fails works from its log, and the other one for twice the log's room.

@@ -1,23 +1,15 @@
 //! Disks as they were: `at=` in a disk's spec, and what a daemon says about its log's history.
 
 use std::fs;
-use std::path::Path;
 
 use walvisor_storage::{StoreOptions, create_disk};
 use walvisor_testkit::nbd::{FLUSH, RawClient, WRITE};
 use walvisor_tests::run_sessions;
 
 use super::vhost_user::Client;
-use super::{Daemon, MIB, create, ctl, metric, noise, read, serve, succeed, test_dir, told};
-
-/// The bytes of the disk's files.
-fn files(dir: &Path) -> Vec<Vec<u8>> {
-    let names = fs::read_dir(dir.join("disk.img.wal")).unwrap();
-    let mut paths: Vec<_> = names.map(|entry| entry.unwrap().path()).collect();
-    paths.sort();
-    paths.push(dir.join("disk.img"));
-    paths.iter().map(|path| fs::read(path).unwrap()).collect()
-}
+use super::{
+    Daemon, MIB, create, ctl, disk_files, metric, noise, read, serve, succeed, test_dir, told,
+};
 
 /// Several daemons and doors at once, and nothing of the disk changes.
 #[test]
@@ -31,7 +23,7 @@ fn a_disk_is_served_as_of_points() {
         client.flush(2);
     }
     daemon.kill();
-    let before = files(dir);
+    let before = disk_files(dir);
     let disk = |at: &str| format!("--disk path=disk.img,at=lsn:{at}");
     let disks = format!(
         "{},socket=s,serial=one,readonly=on {},socket=s,serial=two,scratch=on",
@@ -71,7 +63,7 @@ fn a_disk_is_served_as_of_points() {
     run_sessions("points", dir, []);
     drop((one, two));
     assert_eq!(daemon.stop(), "");
-    assert!(files(dir) == before, "looks change nothing");
+    assert!(disk_files(dir) == before, "looks change nothing");
 }
 
 /// Who sets a retention reads in words what it means. Keeping less gives up what is there only if

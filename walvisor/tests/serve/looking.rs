@@ -2,7 +2,7 @@
 
 use std::fs::{self, Permissions};
 use std::os::unix::fs::PermissionsExt;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::process::{Command, Output};
 
 use walvisor_testkit::MemoryFs;
@@ -10,8 +10,8 @@ use walvisor_testkit::nbd::{RawClient, WRITE};
 use walvisor_tests::have;
 
 use super::{
-    Daemon, WALVISOR, client, create, ctl_refused, noise, read, refused, run_client, succeed,
-    test_dir, text,
+    Daemon, WALVISOR, client, create, ctl_refused, disk_files, noise, read, refused, run_client,
+    succeed, test_dir, text,
 };
 
 const LOOKS: [&str; 3] = [
@@ -144,15 +144,7 @@ fn a_disk_with_a_log_is_served_from_a_read_only_file_system() {
 fn a_read_only_disk_is_not_changed() {
     let dir = &test_dir();
     killed(dir);
-    let state = || {
-        let mut files = vec![dir.join("disk.img")];
-        let log = fs::read_dir(dir.join("disk.img.wal")).unwrap();
-        files.extend(log.map(|entry| entry.unwrap().path()));
-        files.sort();
-        let read = |path: &PathBuf| (path.clone(), fs::read(path).unwrap());
-        files.iter().map(read).collect::<Vec<_>>()
-    };
-    let before = state();
+    let before = disk_files(dir);
     let start = |more: &str| Daemon::start(dir, &format!("--disk path=disk.img,socket=s{more}"));
     let daemon = start(",readonly=on --control ctl");
     for request in ["checkpoint", "export -o out", "resize --size 2M"] {
@@ -161,7 +153,7 @@ fn a_read_only_disk_is_not_changed() {
     let writer = "serve nbd --disk path=disk.img,socket=w";
     refused(dir, writer, 1, &["already open elsewhere"]);
     reads(daemon, &dir.join("s"));
-    assert!(state() == before, "something was written");
+    assert!(disk_files(dir) == before, "something was written");
     let daemon = start("");
     let found = read(&mut RawClient::extended(&dir.join("s")), 4096, 8192);
     assert!(found == noise(8192));

@@ -137,6 +137,23 @@ fn disk_names(dir: &Path) -> Vec<String> {
     names.collect()
 }
 
+/// What the daemon at `ctl` says of a disk.
+#[track_caller]
+fn disk_stats(dir: &Path, name: &str) -> Value {
+    let stats = ctl(dir, "stats");
+    let mut disks = stats["disks"].as_array().unwrap().iter();
+    disks.find(|disk| disk["name"] == name).unwrap().clone()
+}
+
+/// The bytes of the files of `disk.img` and of its log.
+fn disk_files(dir: &Path) -> Vec<Vec<u8>> {
+    let names = fs::read_dir(dir.join("disk.img.wal")).unwrap();
+    let mut paths: Vec<_> = names.map(|entry| entry.unwrap().path()).collect();
+    paths.sort();
+    paths.push(dir.join("disk.img"));
+    paths.iter().map(|path| fs::read(path).unwrap()).collect()
+}
+
 /// Bytes of a disk.
 #[track_caller]
 fn read(client: &mut RawClient, offset: u64, length: u64) -> Vec<u8> {

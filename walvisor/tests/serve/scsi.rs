@@ -9,7 +9,7 @@ use walvisor_testkit::virtio::scsi::{EVENTS, lun};
 use walvisor_testkit::virtio::{BlockDriver, Piece, VhostUserRegisters, guest_memory};
 
 use super::vhost_user::Client;
-use super::{create, ctl, ctl_refused, serve, test_dir};
+use super::{create, ctl, ctl_refused, disk_stats, serve, test_dir};
 
 const DISKS: &str = "--control ctl --disk-dir . \
     --disk path=a,log=log,door=vhost-user,device=scsi,socket=s,queues=2 \
@@ -132,15 +132,7 @@ fn the_control_socket_controls_each_lun() {
     ctl(dir, "resume");
     ctl(dir, "snapshot point");
     write(&mut target, 1, 9, 9);
-    let stats = ctl(dir, "stats");
-    let disk = |name: &str| {
-        let disks = stats["disks"].as_array().unwrap();
-        disks
-            .iter()
-            .find(|disk| disk["name"] == name)
-            .unwrap()
-            .clone()
-    };
+    let disk = |name: &str| disk_stats(dir, name);
     assert_eq!(disk("b")["writes"], 1);
     assert_eq!(disk("a")["writes"], 0);
     assert_eq!(disk("b")["transport"], "vhost-user");
