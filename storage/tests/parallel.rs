@@ -8,14 +8,13 @@ use std::num::NonZeroUsize;
 use std::os::unix::fs::FileExt;
 use std::path::Path;
 
-use support::{MemoryFs, Random, TestDisk, flush, run, write};
+use support::{MIB, MemoryFs, Random, TestDisk, discard, flip, flush, put, run, write};
 use walvisor_storage::{
-    DiskOptions, DiskReport, EngineKind, ErrorKind, Operation, Result, Store, StoreOptions,
-    export_disk, import_disk, inspect_with_progress,
+    DiskOptions, DiskReport, EngineKind, ErrorKind, Result, Store, StoreOptions, export_disk,
+    import_disk, inspect_with_progress,
 };
 
 const THREADS: [usize; 4] = [1, 2, 3, 8];
-const MIB: u64 = 1 << 20;
 /// More than one thread gets at a time.
 const DISK: u64 = 50 * MIB + 512;
 
@@ -71,10 +70,7 @@ fn unclosed() -> TestDisk {
         let sectors = 1 + random.below(200);
         let sector = random.below(DISK / 512 - sectors);
         match random.below(8) {
-            0 => {
-                let sectors = sectors as u32;
-                run(&mut port, Operation::Discard { sector, sectors }).unwrap();
-            }
+            0 => drop(run(&mut port, discard(sector, sectors as u32)).unwrap()),
             1 => flush(&mut port),
             _ => write(&mut port, sector, random.next() as u8, sectors as usize),
         }
@@ -147,13 +143,7 @@ fn damage_is_reported_alike_by_any_number_of_threads() {
     let place = unclosed();
     let segments = check(&place, 1).0.unwrap().log.unwrap().segments;
     assert!(segments >= 4, "{segments}");
-    let flip = |slot: u64, at: u64| {
-        let path = place.log().join(format!("segment-{slot:05}"));
-        let file = File::options().read(true).write(true).open(path).unwrap();
-        let mut byte = [0];
-        file.read_exact_at(&mut byte, at).unwrap();
-        file.write_all_at(&[byte[0] ^ 1], at).unwrap();
-    };
+    let flip = |slot, at| flip(&place.segment(slot), at);
     // Payloads: every damaged one is reported.
     let payloads = [(0, 8192), (2, 8192)];
     payloads.iter().for_each(|&(slot, at)| flip(slot, at));
@@ -163,10 +153,8 @@ fn damage_is_reported_alike_by_any_number_of_threads() {
     payloads.iter().for_each(|&(slot, at)| flip(slot, at));
     // Headers, without the summaries' copies of them: the last is damaged first, since each error
     // hides those behind it.
-    for slot in 0..segments {
-        let path = place.log().join(format!("segment-{slot:05}"));
-        let file = File::options().write(true).open(path).unwrap();
-        file.write_all_at(&[0; 512], MIB - 512).unwrap();
+    for slot in 0..segments as u32 {
+        put(&place.segment(slot), MIB - 512, &[0; 512]);
     }
     let mut reported = Vec::new();
     for (slot, at) in [(2, 4096 + 40), (1, 4096 + 100), (0, 4096 + 64)] {

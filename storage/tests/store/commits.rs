@@ -10,7 +10,7 @@ use walvisor_storage::{
 
 use crate::support::{
     ENGINES, MIB, Random, SIZE, TestDisk, all, commit, discard, flush, port, put_in, read, run,
-    small, wait, wait_all, wait_until, write,
+    small, wait, wait_all, wait_until, write, zeroes,
 };
 
 /// No group begins before `count` FLUSHes wait, not even when a segment that becomes ready wakes
@@ -51,13 +51,7 @@ fn reads_merge_memory_log_base_and_zeroes() {
         flush(&mut queue);
         write(&mut queue, 8, 2, 8);
         run(&mut queue, discard(24, 8)).unwrap();
-        let (sector, sectors, unmap) = (33, 1, false);
-        let zeroes = Operation::WriteZeroes {
-            sector,
-            sectors,
-            unmap,
-        };
-        run(&mut queue, zeroes).unwrap();
+        run(&mut queue, zeroes(33, 1, false)).unwrap();
         let check = |data: &[u8], first: u64| {
             for (sector, bytes) in (first..).zip(data.chunks(512)) {
                 let want = match sector {

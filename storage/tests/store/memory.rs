@@ -3,10 +3,10 @@
 use std::thread;
 
 use walvisor_storage::{
-    BackendQueue, DiskOptions, Look, Operation, Point, Store, StoreOptions, Tracked, create_disk,
+    BackendQueue, DiskOptions, Look, Point, Store, StoreOptions, Tracked, create_disk,
 };
 
-use crate::support::{flush, only, refused, wait, write};
+use crate::support::{flush, only, refused, wait, write, zeroes};
 
 /// Blocks of 4096 bytes that change, each apart from the others.
 const BLOCKS: u64 = 450_000;
@@ -56,12 +56,7 @@ fn looks_and_snapshots_take_little_memory_however_much_has_changed() {
     let before = peak();
     for first in (0..BLOCKS).step_by(1000) {
         for number in first..first + 1000 {
-            let operation = Operation::WriteZeroes {
-                sector: number * 7919 % BLOCKS * 16,
-                sectors: 8,
-                unmap: true,
-            };
-            port.submit(number, operation);
+            port.submit(number, zeroes(number * 7919 % BLOCKS * 16, 8, true));
         }
         wait(&mut port, 1000);
     }

@@ -11,7 +11,7 @@ use walvisor_storage::{
 use crate::bench::{BYTES, Bench, SECTORS};
 use crate::support::{
     ENGINES, MemoryFs, Random, all, check_look, discard, flush, modify, port, put, put_in, read,
-    refused, run, snapshot, wait_until,
+    refused, run, snapshot, wait_until, zeroes,
 };
 
 /// The LSN of the base images.
@@ -200,13 +200,7 @@ fn a_look_cannot_be_written() {
     let look = bench.look(0, Point::Lsn(BASE)).unwrap();
     assert!(look.capabilities().read_only);
     let mut queue = look.open_queue().unwrap();
-    let (sector, sectors, unmap) = (0, 1, false);
-    let zeroes = Operation::WriteZeroes {
-        sector,
-        sectors,
-        unmap,
-    };
-    for operation in [put_in(0, 1, 1), discard(0, 1), zeroes] {
+    for operation in [put_in(0, 1, 1), discard(0, 1), zeroes(0, 1, false)] {
         assert_eq!(run(&mut *queue, operation).unwrap_err(), Failure::ReadOnly);
     }
     assert!(run(&mut *queue, Operation::Flush).unwrap().is_none());

@@ -5,15 +5,15 @@ use std::os::unix::fs::FileExt;
 use std::path::Path;
 
 use walvisor_storage::{
-    Allocation, Backend, BackendQueue, Disk, DiskOptions, ErrorKind, Operation, Point, Result,
-    Retention, SnapshotFault, Store, StoreOptions, Tracked, clone_disk, create_disk, inspect,
-    leave_log, resize_disk,
+    Allocation, Backend, BackendQueue, Disk, DiskOptions, ErrorKind, Point, Result, Retention,
+    SnapshotFault, Store, StoreOptions, Tracked, clone_disk, create_disk, inspect, leave_log,
+    resize_disk,
 };
 
 use crate::bench::{BYTES, Bench};
 use crate::support::{
     MIB, MemoryFs, TestDisk, all, commit, copy_image, each_file_system, flip, flush, port, put,
-    read, refused, snapshot, wait, write,
+    read, refused, snapshot, wait, write, zeroes,
 };
 
 const BLOCKS: u64 = MIB / 4096;
@@ -307,13 +307,7 @@ fn the_extents_of_looks_and_snapshots_are_counted_and_bounded() {
         // Each other sector, so that no two are one extent.
         for first in (0..EXTENTS).step_by(100) {
             for number in first..first + 100 {
-                let (sector, sectors, unmap) = (2 * number, 1, false);
-                let zeroes = Operation::WriteZeroes {
-                    sector,
-                    sectors,
-                    unmap,
-                };
-                port.submit(number, zeroes);
+                port.submit(number, zeroes(2 * number, 1, false));
             }
             wait(&mut port, 100);
         }

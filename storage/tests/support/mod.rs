@@ -254,6 +254,14 @@ pub fn discard(sector: u64, sectors: u32) -> Operation {
     Operation::Discard { sector, sectors }
 }
 
+pub fn zeroes(sector: u64, sectors: u32, unmap: bool) -> Operation {
+    Operation::WriteZeroes {
+        sector,
+        sectors,
+        unmap,
+    }
+}
+
 pub fn snapshot(name: &str) -> Point {
     Point::Snapshot(name.parse().unwrap())
 }
@@ -312,11 +320,7 @@ pub fn modify(random: &mut Random, bytes: &mut [u8]) -> Operation {
     let count = sectors as u32;
     match kind {
         0 => discard(sector, count),
-        1 => Operation::WriteZeroes {
-            sector,
-            sectors: count,
-            unmap: byte < 128,
-        },
+        1 => zeroes(sector, count, byte < 128),
         _ => put_in(sector, byte, sectors as usize),
     }
 }
