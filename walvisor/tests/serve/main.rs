@@ -26,6 +26,7 @@ mod points;
 mod privileges;
 mod qemu_locks;
 mod recovery;
+mod sandbox;
 mod saving;
 mod scsi;
 mod slow_holes;
