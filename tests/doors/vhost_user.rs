@@ -2,8 +2,18 @@
 //! daemon is a power cut for it.
 
 use std::collections::HashMap;
+use std::path::Path;
 
-use walvisor_tests::{have, images, serve, succeed, user_mode};
+use walvisor_guest_images::UserMode;
+use walvisor_tests::{have, images, serve, succeed};
+
+/// User-mode Linux with the disk at `socket` as /dev/vda.
+fn user_mode(socket: &Path) -> UserMode {
+    UserMode {
+        disks: vec![socket.to_owned()],
+        ..UserMode::default()
+    }
+}
 
 #[test]
 fn a_file_system_works_and_is_in_the_image_afterwards() {

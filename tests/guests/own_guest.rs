@@ -12,11 +12,10 @@ use std::process::{ChildStdout, Command, Stdio};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::process::{Pid, Signal, kill_process};
 use rustix::termios::tcgetattr;
-use tempfile::TempDir;
 use walvisor_guest_images::{Machine, obstacle, program};
 use walvisor_testkit::Process;
 use walvisor_testkit::process::{client, run};
-use walvisor_tests::{binary, have_all, have_passt, have_python, succeed, terminal};
+use walvisor_tests::{binary, have, have_all, have_passt, have_python, succeed, terminal};
 
 /// With `port=` on the kernel's command line it fetches its greeting's first line from this
 /// machine, at its gateway's address.
@@ -54,21 +53,6 @@ fn root_image(dir: &Path) {
         "mke2fs",
         &["-q", "-t", "ext4", "-d", "root", "disk.img", "64M"],
     );
-}
-
-/// A directory with a [root image](root_image). `None`, with a line that says why: no guest can run
-/// here, or one of these programs is missing.
-fn guest_here(needs: &[(&str, &str)]) -> Option<TempDir> {
-    if let Some(why) = obstacle() {
-        println!("skipped: {why}");
-        return None;
-    }
-    let busybox = [("busybox", "busybox-static")];
-    (have_all(&busybox) && have_all(needs)).then(|| {
-        let dir = tempfile::tempdir().unwrap();
-        root_image(dir.path());
-        dir
-    })
 }
 
 /// Starts the program with these words after `boot`, and this input.
@@ -146,10 +130,15 @@ fn read_until(output: &mut ChildStdout, words: &str) -> String {
 
 #[test]
 fn a_root_image_boots_and_keeps_what_is_written() {
-    let Some(dir) = guest_here(&[("debugfs", "e2fsprogs")]) else {
+    if let Some(why) = obstacle() {
+        return println!("skipped: {why}");
+    }
+    if !have("busybox", "busybox-static") || !have("debugfs", "e2fsprogs") {
         return;
-    };
+    }
+    let dir = tempfile::tempdir().unwrap();
     let dir = dir.path();
+    root_image(dir);
     let (mut child, mut output, _) = boot_until(dir, &["disk.img"], Stdio::piped, "name? ");
     let mut input = child.stdin.take().unwrap();
     input.write_all(b"Ada\n").unwrap();
@@ -192,10 +181,15 @@ fn serve_once(page: &'static str) -> u16 {
 
 #[test]
 fn a_root_image_boots_with_a_second_disk_and_a_network() {
-    let Some(dir) = guest_here(&[]).filter(|_| have_passt()) else {
+    if let Some(why) = obstacle() {
+        return println!("skipped: {why}");
+    }
+    if !have("busybox", "busybox-static") || !have_passt() {
         return;
-    };
+    }
+    let dir = tempfile::tempdir().unwrap();
     let dir = dir.path();
+    root_image(dir);
     client(dir, "truncate", &["-s", "8M", "second.img"]);
     let port = format!("port={}", serve_once("a page of the host"));
     let words = [
@@ -225,19 +219,30 @@ fn a_root_image_boots_with_a_second_disk_and_a_network() {
 
 #[test]
 fn a_guest_ends_with_a_line_when_its_disks_daemon_is_killed() {
+    if let Some(why) = obstacle() {
+        return println!("skipped: {why}");
+    }
     if Machine::choose().0 != Machine::Nested {
         return println!("skipped: only a nested guest has a daemon");
     }
-    let Some(dir) = guest_here(&[]) else {
+    if !have("busybox", "busybox-static") {
         return;
-    };
+    }
+    let dir = tempfile::tempdir().unwrap();
     let dir = dir.path();
+    root_image(dir);
     let (mut child, mut output, _) = boot_until(dir, &["disk.img"], Stdio::piped, "name? ");
     let daemon = child_of(&child, "walvisor");
     kill_process(daemon, Signal::KILL).unwrap();
     std::io::copy(&mut output, &mut std::io::stdout()).unwrap();
     assert_eq!(child.wait().unwrap().code(), Some(143));
-    let said = child.errors();
+    let mut said = String::new();
+    child
+        .stderr
+        .take()
+        .unwrap()
+        .read_to_string(&mut said)
+        .unwrap();
     assert!(said.contains("has ended: the guest is stopped"), "{said}");
 }
 
@@ -261,13 +266,18 @@ fn child_of(process: &Process, name: &str) -> Pid {
 #[test]
 fn ctrl_a_x_ends_a_guest_whatever_has_stopped_or_died() {
     const QEMU: &str = "qemu-system-x86";
+    if let Some(why) = obstacle() {
+        return println!("skipped: {why}");
+    }
     if Machine::choose().0 != Machine::Nested {
         return println!("skipped: only a nested guest has a machine around it");
     }
-    let Some(dir) = guest_here(&[]) else {
+    if !have("busybox", "busybox-static") {
         return;
-    };
+    }
+    let dir = tempfile::tempdir().unwrap();
     let dir = dir.path();
+    root_image(dir);
     for stopped in ["nothing", "machine", "daemon", "both"] {
         let (mut person, program) = terminal();
         let before = tcgetattr(&program).unwrap().local_modes;
@@ -289,7 +299,9 @@ fn ctrl_a_x_ends_a_guest_whatever_has_stopped_or_died() {
         // The pipe ends with the last process that has it.
         std::io::copy(&mut output, &mut std::io::stdout()).unwrap();
         let status = child.wait().unwrap().code();
-        let said = child.errors();
+        let mut said = String::new();
+        let mut errors = child.stderr.take().unwrap();
+        errors.read_to_string(&mut said).unwrap();
         let killed = said.contains("Ctrl-A x: the machine");
         match stopped {
             "nothing" => assert_eq!((status, killed), (Some(0), false), "{said}"),

@@ -100,15 +100,6 @@ pub fn run_in_user_mode(dir: &Path, modules: &[&str], script: &str) -> Vec<Strin
     lines
 }
 
-/// User-mode Linux with the disk at `socket` as /dev/vda.
-#[must_use]
-pub fn user_mode(socket: &Path) -> UserMode {
-    UserMode {
-        disks: vec![socket.to_owned()],
-        ..UserMode::default()
-    }
-}
-
 /// The sum of a counter over all disks that the daemon `name` served. Its metrics are in `place`.
 ///
 /// # Panics
@@ -236,22 +227,20 @@ pub fn base64(file: &Path) -> String {
 /// As [`compile`].
 #[must_use]
 pub fn with_program(directory: &Path, name: &str, script: &str) -> String {
-    let text = base64(&compile(directory, name));
+    let text = Command::new("base64")
+        .arg(compile(directory, name))
+        .output();
+    let text = String::from_utf8(text.expect("base64 starts").stdout).expect("text");
     format!("base64 -d >/bin/{name} <<'END'\n{text}END\nchmod +x /bin/{name}\n{script}")
 }
 
 /// The lines of the job's console that begin with `job: `, without that prefix.
 #[must_use]
 pub fn job_lines(outcome: &JobOutcome) -> Vec<&str> {
-    reported(outcome, "job: ")
-}
-
-/// The rest of each line of the job's console that begins with `prefix`.
-#[must_use]
-pub fn reported<'a>(outcome: &'a JobOutcome, prefix: &str) -> Vec<&'a str> {
-    let found = outcome.console.lines();
-    let found = found.filter_map(|line| line.strip_prefix(prefix));
-    found.map(str::trim).collect()
+    let lines = outcome.console.lines();
+    lines
+        .filter_map(|line| line.strip_prefix("job: "))
+        .collect()
 }
 
 /// Checks that waits use the monotonic clock: the processor time of the same work is about the same

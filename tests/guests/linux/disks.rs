@@ -7,9 +7,7 @@ use std::fs;
 
 use serde_json::Value;
 use walvisor_guest_images::{GuestJob, JobOutcome, Metrics, NewerKernel};
-use walvisor_tests::{
-    GuestCase, guest_job, job_lines, newer_images, reported as lines, with_program,
-};
+use walvisor_tests::{GuestCase, guest_job, job_lines, newer_images, with_program};
 
 pub const CASE: GuestCase = GuestCase {
     name: "disks",
@@ -26,6 +24,13 @@ pub const ATOMIC: GuestCase = GuestCase {
     job: atomic_job,
     check: linux_sees_that_scsi_disks_write_atomically_over_both_transports,
 };
+
+/// The rest of each console line that begins with `prefix`.
+fn lines<'a>(outcome: &'a JobOutcome, prefix: &str) -> Vec<&'a str> {
+    let found = outcome.console.lines();
+    let found = found.filter_map(|line| line.strip_prefix(prefix));
+    found.map(str::trim).collect()
+}
 
 /// The counter `pointer` of `disk` at the guest's `step`.
 fn counter(outcome: &JobOutcome, step: &str, disk: &str, pointer: &str) -> u64 {

@@ -7,4 +7,15 @@ mod log_shared;
 mod qemu;
 mod scsi;
 
-use walvisor_tests::{serve, succeed, user_mode};
+use std::path::Path;
+
+use walvisor_guest_images::UserMode;
+use walvisor_tests::{serve, succeed};
+
+/// User-mode Linux with the disk at `socket` as /dev/vda.
+fn user_mode(socket: &Path) -> UserMode {
+    UserMode {
+        disks: vec![socket.to_owned()],
+        ..UserMode::default()
+    }
+}
