@@ -38,22 +38,6 @@ const DELAYS: [u64; 3] = [0, 3, 20];
 /// The variable that tells a child process what to do; see [`a_child_process`].
 const ROLE: &str = "WALVISOR_TEST_ROLE";
 
-/// A test of each function on ext4, and one on XFS.
-macro_rules! on_each_file_system {
-    ($($function:ident: $ext4:ident, $xfs:ident;)*) => {
-        $(#[test] fn $ext4() { $function("ext4"); }
-        #[test] fn $xfs() { $function("xfs"); })*
-    };
-}
-
-on_each_file_system! {
-    nothing_acknowledged_is_lost: no_flush_is_lost_on_ext4, no_flush_is_lost_on_xfs;
-    copies_to_the_image_fail: a_copy_to_the_image_that_fails_on_ext4_loses_nothing,
-        a_copy_to_the_image_that_fails_on_xfs_loses_nothing;
-    reads_fail_and_heal: a_read_that_fails_on_ext4_is_an_error_until_the_medium_is_healed,
-        a_read_that_fails_on_xfs_is_an_error_until_the_medium_is_healed;
-}
-
 fn options() -> StoreOptions {
     StoreOptions {
         segment_size: 8 << 20,
@@ -449,6 +433,16 @@ fn a_test_that_panics_leaves_no_mount_and_no_loop_device() {
 }
 
 #[test]
+fn no_flush_is_lost_on_ext4() {
+    nothing_acknowledged_is_lost("ext4");
+}
+
+#[test]
+fn no_flush_is_lost_on_xfs() {
+    nothing_acknowledged_is_lost("xfs");
+}
+
+#[test]
 fn a_report_that_another_call_takes_loses_a_flush() {
     if let Err(why) = probe_io_uring() {
         return println!("skipped: without io_uring nothing goes through the page cache: {why}");
@@ -492,6 +486,16 @@ fn copies_to_the_image_fail(kind: &str) {
     }
 }
 
+#[test]
+fn a_copy_to_the_image_that_fails_on_ext4_loses_nothing() {
+    copies_to_the_image_fail("ext4");
+}
+
+#[test]
+fn a_copy_to_the_image_that_fails_on_xfs_loses_nothing() {
+    copies_to_the_image_fail("xfs");
+}
+
 /// A read that fails is an error of that read alone: the guest gets no wrong byte, and nothing is
 /// lost.
 fn reads_fail_and_heal(kind: &str) {
@@ -525,6 +529,16 @@ fn reads_fail_and_heal(kind: &str) {
         assert!(found.iter().all(|found| found == "1"), "{place}: {found:?}");
         reader.close().unwrap();
     }
+}
+
+#[test]
+fn a_read_that_fails_on_ext4_is_an_error_until_the_medium_is_healed() {
+    reads_fail_and_heal("ext4");
+}
+
+#[test]
+fn a_read_that_fails_on_xfs_is_an_error_until_the_medium_is_healed() {
+    reads_fail_and_heal("xfs");
 }
 
 /// Copies a disk to a file, and says what came of it.
