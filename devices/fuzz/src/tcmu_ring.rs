@@ -7,7 +7,6 @@
 
 // The model of the kernel is that of the tests of `walvisor-devices`, from their sources. They use
 // more of it.
-#[allow(dead_code)]
 #[path = "../../src/tcmu/kernel.rs"]
 mod kernel;
 #[allow(dead_code)]
