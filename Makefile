@@ -110,8 +110,6 @@ format:
 lint:
 	$(CARGO) clippy --workspace --all-targets --locked -- -D warnings
 	$(CARGO) clippy --package walvisor-storage --lib --profile test --features shuttle --locked -- -D warnings
-	CUSTOM_LIBFUZZER_PATH=/none/libnone.a $(CARGO) clippy --package walvisor-storage-fuzz --package walvisor-devices-fuzz --package walvisor-fuzz \
-	  --bins --features libfuzzer --locked -- -D warnings
 	CARGO_PROFILE_DEV_PANIC=abort $(CARGO) clippy --package walvisor-guest --bin walvisor-guest --features freestanding --locked -- -D warnings
 
 doc:
