@@ -37,7 +37,7 @@ fn a_victim_is_measured_alone_and_beside_an_attack() {
     for row in &ours {
         assert!(keys.iter().all(|key| number(row, key) > 0.0), "{row}");
     }
-    // A peer that is missing is told, and one that dies has no figures.
+    // A missing peer is named, and one that dies has no figures.
     let notes = report["sections"][0]["notes"].to_string();
     let missing = notes.contains("install the package qemu-system-common");
     assert!(rows.len() == 4 || missing, "{rows:?}");

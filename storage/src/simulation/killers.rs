@@ -132,7 +132,7 @@ pub(super) const SMALL_HISTORIES: Killers = Killers {
     ],
 };
 
-/// Of images that fail while the log goes on.
+/// Seeds for images that fail while the log still takes writes.
 pub(super) const SPILLS: Killers = Killers {
     test: "planted_faults_of_spill_files_are_noticed",
     seeds: 1..5000,

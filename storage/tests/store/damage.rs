@@ -54,7 +54,7 @@ fn a_changed_byte_is_an_error_until_it_is_overwritten_and_other_disks_go_on() {
         let kind = refused(a.checkpoint(), "segment-00000");
         assert_eq!(kind, ErrorKind::Damaged);
         refused(a.checkpoint(), "disk check");
-        // The other disk is copied and the damaged bytes are not; both disks go on.
+        // The other disk is copied, the damaged bytes are not, and both disks still take requests.
         assert_eq!(
             (image(&pair, 1)[8 * 512], image(&pair, 0)[16 * 512]),
             (2, 0)

@@ -139,7 +139,7 @@ fn export_beside_writer(
             Some(at) => disk.export_at(at, target, &mut progress),
             None => disk.export(target, &mut progress),
         };
-        // However the export ended, writes go on.
+        // However the export ended, the log still takes writes.
         guest.begin();
         guest.goes_on(2 * ROOM, "an export that has ended");
         drop(end);
@@ -181,7 +181,7 @@ fn a_past_point_is_exported_beside_a_guest_that_fills_the_log() {
     let mut each = |_: &Guest| {
         calls += 1;
         if calls == 3 {
-            // The export keeps what it needs by itself.
+            // The export holds the records that it needs.
             disk.delete_snapshot(name).unwrap();
         }
         true
