@@ -38,9 +38,14 @@ stop() {
 for disk in a b c; do "$WALVISOR" disk create $disk.img --size 16M --log log || exit; done
 serve_three first
 for round in 1 2 3; do
-    "$DOORS" load state $disks >"load.$round" 2>&1 &
+    rm -f killed
+    "$DOORS" load state $disks --until killed >"load.$round" 2>&1 &
     load=$!
-    sleep 2
+    until grep -q busy "load.$round"; do
+        kill -0 $load 2>/dev/null || { cat "load.$round"; exit 1; }
+        sleep 0.1
+    done
+    : >killed
     kill -KILL $daemon
     wait $daemon
     nbd-client -d /dev/nbd0 >/dev/null

@@ -2,9 +2,10 @@
 //! afterwards.
 //!
 //! ```text
-//!   doors load STATE DISK...            until each disk fails, as when its daemon is killed
-//!   doors load STATE DISK... --writes N N writes of each disk, each with a FLUSH; a failure is an error
-//!   doors check STATE DISK...           what each disk holds is what STATE allows
+//!   doors load STATE DISK... --until FILE  until each disk fails: its daemon is killed, which FILE tells of;
+//!                                          "busy" is printed once each disk has answered some FLUSHes
+//!   doors load STATE DISK... --writes N    N writes of each disk, each with a FLUSH; a failure is an error
+//!   doors check STATE DISK...              what each disk holds is what STATE allows
 //! ```
 //! A DISK is a vhost-user socket, or a block device of this machine. STATE keeps, for each block,
 //! the contents that it may have: that of its last FLUSH, and those of later writes.
@@ -14,8 +15,9 @@ use std::io;
 use std::os::unix::fs::{FileExt, FileTypeExt, OpenOptionsExt};
 use std::path::Path;
 use std::process::ExitCode;
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::thread;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use walvisor_testkit::Random;
 use walvisor_testkit::vhost_user_client::VhostUserClient;
@@ -25,24 +27,53 @@ const BLOCK: usize = 4096;
 const BLOCKS: usize = 64;
 /// An answer that takes longer does not come.
 const PATIENCE: Duration = Duration::from_secs(120);
-/// The same for a disk whose daemon is going to be killed, of which the client hears nothing. A
-/// daemon that is only slow ends its load too early, which loses nothing.
-const UNTIL_KILL: Duration = Duration::from_secs(5);
+/// How often a client of vhost-user, which hears nothing of a kill, looks for the file that tells.
+const LOOK: Duration = Duration::from_millis(200);
+/// FLUSHes that each disk has answered before the load is a load.
+const BUSY: usize = 20;
 
 /// A block, aligned as O_DIRECT wants it.
 #[repr(align(4096))]
 struct Page([u8; BLOCK]);
 
-enum Disk {
-    VhostUser(Box<VhostUserClient>, Duration),
+/// How long a load goes on.
+#[derive(Clone, Copy)]
+enum Length<'a> {
+    /// This many writes.
+    Writes(usize),
+    /// Until the daemon is killed, which comes at once when this file exists.
+    Until(&'a Path),
+}
+
+enum Disk<'a> {
+    /// With the file that tells of a kill, if one is to come.
+    VhostUser(Box<VhostUserClient>, Option<&'a Path>),
     Device(File),
 }
 
-impl Disk {
-    fn open(path: &str, patience: Duration) -> io::Result<Self> {
+/// Waits for the answer to the one request of `client`, but not once `killed` exists.
+fn end(client: &mut VhostUserClient, killed: Option<&Path>) -> io::Result<()> {
+    let Some(killed) = killed else {
+        return client.end(0, PATIENCE);
+    };
+    let began = Instant::now();
+    loop {
+        let was_killed = killed.exists();
+        match client.end(0, LOOK) {
+            Err(error)
+                if error.kind() == io::ErrorKind::TimedOut
+                    && !was_killed
+                    && began.elapsed() < PATIENCE => {}
+            ended => return ended,
+        }
+    }
+}
+
+impl<'a> Disk<'a> {
+    fn open(path: &str, killed: Option<&'a Path>) -> io::Result<Self> {
         if fs::metadata(path)?.file_type().is_socket() {
             let client = VhostUserClient::try_connect(Path::new(path), 1)?;
-            return Ok(Self::VhostUser(Box::new(client), patience));
+            return Ok(Self::VhostUser(Box::new(client), killed));
         }
         let mut options = OpenOptions::new();
         options.read(true).write(true).custom_flags(libc::O_DIRECT);
@@ -52,9 +83,9 @@ impl Disk {
     fn write(&mut self, block: usize, value: u8) -> io::Result<()> {
         let (at, page) = ((block * BLOCK) as u64, Page([value; BLOCK]));
         match self {
-            Self::VhostUser(client, patience) => {
+            Self::VhostUser(client, killed) => {
                 client.write(0, 0, at, &page.0);
-                client.end(0, *patience)
+                end(client, *killed)
             }
             Self::Device(file) => file.write_all_at(&page.0, at),
         }
@@ -62,9 +93,9 @@ impl Disk {
 
     fn flush(&mut self) -> io::Result<()> {
         match self {
-            Self::VhostUser(client, patience) => {
+            Self::VhostUser(client, killed) => {
                 client.flush(0, 0);
-                client.end(0, *patience)
+                end(client, *killed)
             }
             Self::Device(file) => file.sync_data(),
         }
@@ -73,9 +104,9 @@ impl Disk {
     fn read(&mut self, block: usize) -> io::Result<Vec<u8>> {
         let (at, mut page) = ((block * BLOCK) as u64, Page([0; BLOCK]));
         match self {
-            Self::VhostUser(client, patience) => {
+            Self::VhostUser(client, killed) => {
                 client.read(0, 0, at, BLOCK);
-                client.end(0, *patience)?;
+                end(client, *killed)?;
                 Ok(client.data(0, BLOCK))
             }
             Self::Device(file) => {
@@ -108,15 +139,25 @@ fn check(name: &str, disk: &mut Disk, allowed: &Allowed) -> io::Result<Allowed> 
     Ok(held)
 }
 
-/// Writes to a disk: `writes` times, or until it fails. Returns what it may hold.
-fn load(path: &str, allowed: &Allowed, writes: Option<usize>) -> io::Result<(Allowed, usize)> {
-    let mut disk = Disk::open(path, writes.map_or(UNTIL_KILL, |_| PATIENCE))?;
+/// Writes to a disk, and counts down `idle` once it has answered [`BUSY`] FLUSHes. Returns what it
+/// may hold, and its FLUSHes.
+fn load(
+    path: &str,
+    allowed: &Allowed,
+    length: Length,
+    idle: &AtomicUsize,
+) -> io::Result<(Allowed, usize)> {
+    let (writes, killed) = match length {
+        Length::Writes(writes) => (writes, None),
+        Length::Until(killed) => (usize::MAX, Some(killed)),
+    };
+    let mut disk = Disk::open(path, killed)?;
     let mut allowed = check(path, &mut disk, allowed)?;
     // What was read may not be durable yet.
     disk.flush()?;
     let mut flushed = 0;
     let mut random = Random(7);
-    for number in 0..writes.unwrap_or(usize::MAX) {
+    for number in 0..writes {
         let (block, value) = (random.below(BLOCKS as u64) as usize, (number % 251) as u8);
         allowed[block].push(value);
         let done = disk.write(block, value).and_then(|()| disk.flush());
@@ -124,9 +165,12 @@ fn load(path: &str, allowed: &Allowed, writes: Option<usize>) -> io::Result<(All
             Ok(()) => {
                 allowed[block] = vec![value];
                 flushed += 1;
+                if flushed == BUSY && idle.fetch_sub(1, Ordering::Relaxed) == 1 {
+                    println!("busy");
+                }
             }
-            Err(error) if writes.is_some() => return Err(error),
-            Err(_) => break,
+            Err(_) if killed.is_some_and(Path::exists) => break,
+            Err(error) => return Err(error),
         }
     }
     Ok((allowed, flushed))
@@ -137,9 +181,13 @@ fn run(arguments: &[String]) -> io::Result<()> {
     let [job, state, rest @ ..] = arguments else {
         return Err(wrong());
     };
-    let (disks, writes) = match rest {
+    let (disks, length) = match rest {
         [disks @ .., flag, number] if flag == "--writes" => {
-            (disks, Some(number.parse().map_err(io::Error::other)?))
+            let writes = number.parse().map_err(io::Error::other)?;
+            (disks, Some(Length::Writes(writes)))
+        }
+        [disks @ .., flag, file] if flag == "--until" => {
+            (disks, Some(Length::Until(Path::new(file))))
         }
         disks => (disks, None),
     };
@@ -147,18 +195,19 @@ fn run(arguments: &[String]) -> io::Result<()> {
         Ok(text) => serde_json::from_slice(&text)?,
         Err(_) => vec![vec![vec![0]; BLOCKS]; disks.len()],
     };
-    match job.as_str() {
-        "check" => {
+    match (job.as_str(), length) {
+        ("check", None) => {
             for (path, allowed) in disks.iter().zip(&known) {
-                check(path, &mut Disk::open(path, PATIENCE)?, allowed)?;
+                check(path, &mut Disk::open(path, None)?, allowed)?;
             }
             Ok(())
         }
-        "load" => {
+        ("load", Some(length)) => {
+            let idle = &AtomicUsize::new(disks.len());
             let ended: Vec<_> = thread::scope(|scope| {
                 let each = disks.iter().zip(&known);
                 let threads: Vec<_> = each
-                    .map(|(path, allowed)| scope.spawn(move || load(path, allowed, writes)))
+                    .map(|(path, allowed)| scope.spawn(move || load(path, allowed, length, idle)))
                     .collect();
                 let joined = threads.into_iter().map(|thread| thread.join().unwrap());
                 joined.collect()
