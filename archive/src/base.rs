@@ -8,6 +8,7 @@
 //! been killed in the middle of a checkpoint.
 
 use std::collections::HashSet;
+use std::time::Instant;
 
 use bytes::Bytes;
 use walvisor_storage::{ImageReader, LogRoot, RootImage};
@@ -15,12 +16,22 @@ use walvisor_storage::{ImageReader, LogRoot, RootImage};
 use crate::error::{Error, ErrorKind, Result};
 use crate::layout::{self, ObjectId};
 use crate::object::{self, BaseImage};
-use crate::remote::{AT_ONCE, Archive};
+use crate::remote::{AT_ONCE, Archive, ListEntry};
 
 /// New chunks of a step while FLUSHes wait.
 const FEW: usize = 2;
 /// Bytes of a chunk of an image.
 pub const CHUNK_BYTES: u64 = if cfg!(test) { 64 << 10 } else { 4 << 20 };
+
+/// If a notice was not renewed for this long, whoever removed something was killed.
+const NOTICE_US: u64 = 3600 * 1_000_000;
+/// Bytes of a manifest that name no chunk, at most.
+const OTHER_BYTES: u64 = 1 << 20;
+
+/// Bytes that name a chunk in a manifest.
+fn named_bytes(hash: &Option<String>) -> u64 {
+    hash.as_ref().map_or("null,".len(), |hash| hash.len() + 3) as u64
+}
 
 /// How far a copy of the base images has come, in bytes of the disks.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -41,6 +52,9 @@ pub(crate) struct BaseCopy {
     pub first_part: ObjectId,
     pub first_sequence: u64,
     images: Vec<ImageCopy>,
+    /// Bytes that the manifest needs to name the chunks.
+    named: u64,
+    pub began: Instant,
     /// Chunks that it has sent.
     sent: HashSet<String>,
     pub progress: BaseProgress,
@@ -75,6 +89,8 @@ impl BaseCopy {
             first_part,
             first_sequence,
             images,
+            named: 0,
+            began: Instant::now(),
             sent: HashSet::new(),
             progress: BaseProgress {
                 total,
@@ -131,7 +147,11 @@ impl BaseCopy {
         });
         archive.block_on(archive.in_order(puts, |()| Ok(true)))?;
         self.sent.extend(new.into_iter().map(|(hash, _)| hash));
+        self.named += found.iter().map(named_bytes).sum::<u64>();
         copy.chunks.extend(found);
+        if self.named > object::MOST_BYTES - OTHER_BYTES {
+            return Err(object::too_large());
+        }
         self.progress.passed += passed;
         self.progress.sent += sent;
         Ok(self.images.iter().all(|copy| copy.next().is_none()))
@@ -160,6 +180,35 @@ impl ImageCopy {
         let offset = (self.chunks.len() + more) as u64 * CHUNK_BYTES;
         (offset < self.image.bytes).then_some(offset)
     }
+}
+
+/// Whether somebody removes what is too old, as far as one can see.
+/// See [`expire`](crate::expire()).
+pub(crate) async fn is_expiring(archive: &Archive, now_us: u64) -> Result<bool> {
+    let notices = archive.list(layout::EXPIRING).await?;
+    let age = |notice: &ListEntry| now_us.saturating_sub(notice.modified_us);
+    Ok(notices.iter().any(|notice| age(notice) < NOTICE_US))
+}
+
+/// The chunks of those named that the store lacks.
+pub(crate) async fn lost_chunks(
+    archive: &Archive,
+    named: impl Iterator<Item = &str>,
+) -> Result<HashSet<String>> {
+    let listed = archive.list(layout::CHUNKS).await?;
+    let listed: HashSet<[u8; 32]> = listed
+        .iter()
+        .filter_map(|chunk| object::digest(chunk.name.rsplit('/').next()?))
+        .collect();
+    let mut lost = HashSet::new();
+    for hash in named {
+        let there = object::digest(hash).is_some_and(|hash| listed.contains(&hash));
+        // A list may lag behind.
+        if !there && !lost.contains(hash) && !archive.has(&layout::chunk(hash)).await? {
+            lost.insert(hash.to_owned());
+        }
+    }
+    Ok(lost)
 }
 
 /// Refuses images that lack bytes.

@@ -7,7 +7,7 @@
 use bytes::Bytes;
 use serde::{Deserialize, Serialize};
 
-use crate::error::{Error, ErrorKind, Result};
+use crate::error::{Error, ErrorKind, Result, printable};
 use crate::layout::{self, ObjectId};
 use crate::object;
 use crate::remote::{Archive, CreateOutcome};
@@ -33,8 +33,27 @@ pub(crate) struct Claim {
 }
 
 impl Claim {
-    pub(crate) fn of(bytes: &[u8], name: &str) -> Result<Self> {
-        serde_json::from_slice(bytes).map_err(|error| Error::damaged(name, error))
+    /// The claim in an object. One that is damaged is of a writer of which nothing is known, which
+    /// is said.
+    pub(crate) fn of(bytes: &[u8], name: &str, epoch: u64) -> Self {
+        let claim = serde_json::from_slice(bytes);
+        let claim: Self = claim.unwrap_or_else(|error| {
+            let error = Error::damaged(name, error);
+            tracing::warn!("{error}; the archive is taken to begin anew there");
+            Self {
+                epoch,
+                writer: String::new(),
+                owner: "a writer whose claim is damaged".to_owned(),
+                host: String::new(),
+                after: None,
+                promoted: false,
+                made_us: 0,
+            }
+        });
+        Self {
+            owner: printable(&claim.owner),
+            ..claim
+        }
     }
 }
 
@@ -47,7 +66,7 @@ pub(crate) async fn claim(archive: &Archive, claim: &Claim) -> Result<()> {
     let name = layout::epoch(claim.epoch);
     match archive.create(&name, &Bytes::from(text)).await? {
         CreateOutcome::Done => Ok(()),
-        CreateOutcome::Taken(found) => match Claim::of(&found, &name)? {
+        CreateOutcome::Taken(found) => match Claim::of(&found, &name, claim.epoch) {
             // An earlier attempt of ours, whose answer was lost.
             ours if ours.writer == claim.writer && ours.after == claim.after => Ok(()),
             theirs => Err(lost(archive, &theirs)),
@@ -63,7 +82,7 @@ pub(crate) async fn refuse_later(archive: &Archive, epoch: u64) -> Result<()> {
     let name = layout::epoch(epoch + 1);
     match archive.get(&name).await? {
         None => Ok(()),
-        Some(found) => Err(lost(archive, &Claim::of(&found, &name)?)),
+        Some(found) => Err(lost(archive, &Claim::of(&found, &name, epoch + 1))),
     }
 }
 

@@ -36,7 +36,7 @@ impl Error {
     pub(crate) fn new(kind: ErrorKind, message: impl Into<String>) -> Self {
         Self {
             kind,
-            message: message.into(),
+            message: printable(&message.into()),
         }
     }
 
@@ -53,6 +53,19 @@ impl Error {
     pub fn kind(&self) -> ErrorKind {
         self.kind
     }
+}
+
+/// A text that a terminal takes for nothing but text: an archive's objects are input.
+pub(crate) fn printable(text: &str) -> String {
+    let mut safe = String::with_capacity(text.len());
+    for character in text.chars() {
+        if character.is_control() {
+            safe.extend(character.escape_default());
+        } else {
+            safe.push(character);
+        }
+    }
+    safe
 }
 
 impl fmt::Display for Error {

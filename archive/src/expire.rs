@@ -7,7 +7,14 @@
 //! ```
 //! A copy of the images that is under way needs chunks although its own manifest is not there yet.
 //! Those that it reuses are in the newest manifest, which stays until then; those that it sends are
-//! younger than `grace`.
+//! younger than `grace`. But one that it sends again may look old in a list that was made before:
+//!
+//! ```text
+//!   expire   notice ── lists ── manifests ── removals ── no notice
+//!   push            manifest ── no notice? ── has the store all its chunks? ── the copy counts
+//! ```
+//! Either the manifest is there before expire reads manifests, or push sees the notice, or push
+//! sees what was removed.
 
 use std::collections::{BTreeSet, HashSet};
 use std::future::Future;
@@ -22,7 +29,7 @@ use walvisor_storage::Commit;
 
 use crate::error::{Error, Result};
 use crate::layout::{self, ObjectId};
-use crate::lineage::{Catalog, Lineage, read_part};
+use crate::lineage::{Catalog, Lineage, read_part, whole_base};
 use crate::object::{self, BaseHeader, Moment};
 use crate::remote::{Archive, ListEntry};
 use crate::uploader::{now_us, random};
@@ -31,6 +38,10 @@ use crate::uploader::{now_us, random};
 pub(crate) const DAY_US: u64 = 24 * 3600 * 1_000_000;
 /// If a lease was not renewed for this long, its restore was killed.
 const LEASE_US: u64 = DAY_US;
+/// What a notice says.
+const NOTICE: &[u8] = b"{}";
+/// Removals after which a notice is renewed.
+const REMOVED_AT_ONCE: usize = 500;
 /// How often a restore renews its lease.
 const RENEWAL: Duration = Duration::from_secs(3600);
 /// How long a restore that has ended waits for its lease to be removed.
@@ -151,12 +162,38 @@ pub(crate) async fn expire_at(
     options: &ExpireOptions,
     now_us: u64,
 ) -> Result<ExpireReport> {
+    if options.dry_run {
+        return remove_old(archive, options, now_us, None).await;
+    }
+    let notice = layout::expiring(&random()?);
+    archive.put(&notice, &Bytes::from_static(NOTICE)).await?;
+    let removed = remove_old(archive, options, now_us, Some(&notice)).await;
+    // If it stays, copies of the images wait for an hour.
+    let ended = archive.remove(&notice).await;
+    removed.and_then(|report| ended.map(|()| report))
+}
+
+/// Removes what is too old; without a `notice`, only says what.
+async fn remove_old(
+    archive: &Archive,
+    options: &ExpireOptions,
+    now_us: u64,
+    notice: Option<&str>,
+) -> Result<ExpireReport> {
     // The chunks first: what comes later belongs to a copy that is newer than this list.
     let chunks = archive.list(layout::CHUNKS).await?;
-    // Leases that have ended, parts and chunks.
+    // Leases and notices that have ended, parts and chunks.
     let (leased, mut gone) = leased(archive, now_us).await?;
+    for ListEntry {
+        name, modified_us, ..
+    } in archive.list(layout::EXPIRING).await?
+    {
+        if now_us.saturating_sub(modified_us) > LEASE_US {
+            gone.push(name);
+        }
+    }
     let catalog = Catalog::read(archive).await?;
-    let bases = catalog.read_bases(archive).await?;
+    let (bases, mut damaged) = catalog.read_bases(archive).await?;
     let needs = NeededObjects::find(archive, &catalog, &bases, &leased, options, now_us).await?;
     let (kept, expired): (Vec<_>, Vec<_>) = bases
         .iter()
@@ -175,21 +212,32 @@ pub(crate) async fn expire_at(
             gone.push(layout::part(*at));
         }
     }
-    let named: HashSet<&str> = kept.into_iter().flat_map(BaseHeader::chunks).collect();
+    let mut named = HashSet::new();
+    for base in kept {
+        match whole_base(archive, base.at).await? {
+            Some((base, _)) => named.extend(base.chunks().filter_map(object::digest)),
+            None => damaged = true,
+        }
+    }
     let sent_before = now_us.saturating_sub(options.grace.as_micros() as u64);
-    for chunk in chunks {
+    // A manifest that can't be read may name any chunk, and be whole again tomorrow.
+    for chunk in chunks.into_iter().filter(|_| !damaged) {
         let hash = chunk.name.rsplit('/').next().unwrap_or_default();
-        if !named.contains(hash) && chunk.modified_us <= sent_before {
+        let is_named = object::digest(hash).is_none_or(|hash| named.contains(&hash));
+        if !is_named && chunk.modified_us <= sent_before {
             report.chunks += 1;
             report.bytes += chunk.bytes;
             gone.push(chunk.name);
         }
     }
-    if !options.dry_run {
+    if let Some(notice) = notice {
         // Manifests first: one that is left has all that it names.
         for names in [manifests, gone] {
-            let removals = names.iter().map(|name| archive.remove(name));
-            archive.in_order(removals, |()| Ok(true)).await?;
+            for names in names.chunks(REMOVED_AT_ONCE) {
+                let removals = names.iter().map(|name| archive.remove(name));
+                archive.in_order(removals, |()| Ok(true)).await?;
+                archive.put(notice, &Bytes::from_static(NOTICE)).await?;
+            }
         }
     }
     Ok(report)
@@ -303,7 +351,7 @@ impl NeededObjects {
 
 /// The time of a moment, or, if that is not known, when its object was made: a log does not say
 /// when what it had in its images was written.
-fn time_of(moment: Moment, made_us: u64) -> u64 {
+pub(crate) fn time_of(moment: Moment, made_us: u64) -> u64 {
     if moment.unix_us == 0 {
         made_us
     } else {

@@ -13,7 +13,8 @@ use std::time::{Duration, Instant};
 
 use serde::{Deserialize, Serialize};
 use walvisor_storage::{
-    AssembledLog, Commit, LockedLog, LogParts, LogRoot, Point, segment_path, write_segment,
+    AssembledLog, Commit, FetchMap, LockedLog, LogParts, LogRoot, Point, segment_path,
+    write_segment,
 };
 
 use crate::epoch::{self, Claim};
@@ -24,7 +25,7 @@ use crate::object::{self, BaseHeader, BaseImage, PartHeader};
 use crate::remote::Archive;
 use crate::restore::{
     LogReader, Plan, Progress, REPLICA_NOTE, RestoredDisk, clear_log, fetch_chunk, image_paths,
-    log_dir_of, new_file, refuse_occupied, restored_disks, write_note,
+    log_dir_of, refuse_occupied, restored_disks, write_note,
 };
 use crate::uploader::{host, now_us, random};
 
@@ -151,7 +152,7 @@ impl<'a> Replica<'a> {
             note,
             images: Vec::new(),
             log_dir: PathBuf::new(),
-            reader: LogReader::new(&plan.base, &plan.root, Point::Newest),
+            reader: LogReader::new(&plan.base, &plan.root, Point::Newest, 0),
             base: plan.base.clone(),
             at: plan.base.first_part,
             made_us: 0,
@@ -333,7 +334,7 @@ impl<'a> Replica<'a> {
         self.reached = root_now.durable_lsn();
         self.drop_segments(root_now.first_sequence())?;
         drop(lock);
-        self.reader = LogReader::new(&base, &LogRoot::decode(&root)?, Point::Newest);
+        self.reader = LogReader::new(&base, &LogRoot::decode(&root)?, Point::Newest, 0);
         self.base = base;
         self.read_line(plan)?;
         Ok(true)
@@ -353,6 +354,7 @@ impl<'a> Replica<'a> {
             removed.map_err(|error| Error::local("remove", &self.log_dir, error))?;
             for old in self.images.iter().filter(|old| !images.contains(old)) {
                 remove_file(old)?;
+                FetchMap::remove(old)?;
             }
         }
         if self.note.base != Some(plan.base.at) {
@@ -369,13 +371,17 @@ impl<'a> Replica<'a> {
         self.note.log_dir = name(&log_dir);
         self.write_note()?;
         (self.images, self.log_dir) = (images, log_dir);
+        for (image, path) in plan.base.images.iter().zip(&self.images) {
+            let chunk_bytes = plan.base.chunk_bytes;
+            FetchMap::create(path, image.bytes, chunk_bytes, |_| false, true)?;
+        }
         clear_log(&self.log_dir)?;
         self.fetch_images(plan, progress)?;
         self.note.complete = true;
         self.write_note()?;
         self.changed.clear();
         self.reached = 0;
-        self.reader = LogReader::new(&plan.base, &plan.root, Point::Newest);
+        self.reader = LogReader::new(&plan.base, &plan.root, Point::Newest, 0);
         self.base = plan.base.clone();
         let read = self.read_line(plan);
         read.inspect_err(|_| self.note.complete = false)
@@ -463,7 +469,13 @@ impl<'a> Replica<'a> {
         Ok(false)
     }
 
+    /// Takes the log away. Until it is there again nobody may open the images.
     fn remove_control(&self) -> Result<()> {
+        for image in self.images.iter().filter(|image| image.exists()) {
+            let len = fs::metadata(image).map(|metadata| metadata.len());
+            let len = len.map_err(|error| Error::local("read its length", image, error))?;
+            FetchMap::create(image, len, self.base.chunk_bytes, |_| false, true)?;
+        }
         let removed = fs::remove_file(self.log_dir.join("control"))
             .and_then(|()| File::open(&self.log_dir)?.sync_all());
         let removed = removed.or_else(missing_is_fine);
@@ -495,6 +507,9 @@ impl<'a> Replica<'a> {
                 log.replace(lock, &changed)?;
             }
             None => log.create()?,
+        }
+        for image in &self.images {
+            FetchMap::remove(image)?;
         }
         self.changed.clear();
         // The next write of the note tells so.
@@ -578,22 +593,15 @@ impl<'a> Replica<'a> {
             let path = self.images[i].clone();
             let done = self.note.chunks[i];
             let known = before.as_ref().map(|before| &before[i].chunks);
-            // Until a new image is complete, nobody may take it for one.
-            let unfinished = path.with_file_name(format!(
-                "{}.unfinished",
-                path.file_name().unwrap_or_default().display()
-            ));
-            let target = if known.is_some() { &path } else { &unfinished };
-            if known.is_none() && done == 0 {
-                remove_file(&path)?;
-                remove_file(&unfinished)?;
-            } else if known.is_none() && !unfinished.exists() {
-                // It has got its name.
-                passed += image.bytes;
-                self.note.chunks[i] = image.chunks.len();
-                continue;
-            }
-            let file = new_file(target, image.bytes, true)?;
+            let file = File::options().write(true).open(&path);
+            let file = file.map_err(|error| Error::local("open the image", &path, error))?;
+            let sized = if known.is_none() && done == 0 {
+                file.set_len(0)
+            } else {
+                Ok(())
+            };
+            let sized = sized.and_then(|()| file.set_len(image.bytes));
+            sized.map_err(|error| Error::local("size the image", &path, error))?;
             let same = |number: usize| match known {
                 Some(known) => known.get(number) == image.chunks.get(number),
                 None => image.chunks[number].is_none(),
@@ -624,14 +632,6 @@ impl<'a> Replica<'a> {
             plan.carry_out(self.archive.in_order(requests, each))?;
             let synced = file.sync_data();
             synced.map_err(|error| Error::local("sync", &path, error))?;
-            if known.is_none() {
-                // A later call must not take it for one that has not begun.
-                self.note.chunks[i] = done.max(1);
-                self.write_note()?;
-                let named =
-                    fs::rename(&unfinished, &path).and_then(|()| File::open(&self.dir)?.sync_all());
-                named.map_err(|error| Error::local("rename", &unfinished, error))?;
-            }
             self.note.chunks[i] = image.chunks.len();
             passed += image.bytes - (done as u64 * plan.base.chunk_bytes).min(image.bytes);
             progress(passed, total);

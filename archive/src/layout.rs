@@ -9,6 +9,7 @@ pub(crate) const PARTS: &str = "parts";
 pub(crate) const BASES: &str = "bases";
 pub(crate) const CHUNKS: &str = "chunks";
 pub(crate) const LEASES: &str = "leases";
+pub(crate) const EXPIRING: &str = "expiring";
 
 /// A part or a base: the number of an epoch, and a number within it, from 1.
 #[derive(
@@ -51,6 +52,11 @@ pub(crate) fn chunk(hash: &str) -> String {
 /// What a running restore needs; `random` is its number.
 pub(crate) fn lease(random: &str) -> String {
     format!("{LEASES}/{random}.json")
+}
+
+/// That somebody removes what is too old; `random` is its number.
+pub(crate) fn expiring(random: &str) -> String {
+    format!("{EXPIRING}/{random}.json")
 }
 
 /// The number that ends a name of a claim, a part or a base.

@@ -9,21 +9,21 @@
 //!   restore, verify, Survey  ◀── parts, manifests, chunks ──┘
 //! ```
 //! `remote` speaks with the store, `object` and `layout` are the format (see `FORMAT.md`), `epoch`
-//! keeps it to one writer, `uploader` and `base` fill it, `line` finds a way through it, `restore`
-//! brings a log back, `serving` does so while the disks are in use already, `follow` keeps a copy
-//! of it up to date, `expire` removes what is too old.
+//! keeps it to one writer, `uploader` and `base` fill it, `lineage` finds a way through it,
+//! `restore` brings a log back, `fetch` its images, `follow` keeps a copy of it up to date,
+//! `expire` removes what is too old.
 
 mod base;
 mod epoch;
 mod error;
 mod expire;
+mod fetch;
 mod follow;
 mod layout;
 mod lineage;
 mod object;
 mod remote;
 mod restore;
-mod serving;
 mod survey;
 #[cfg(test)]
 mod tests;
@@ -33,10 +33,10 @@ mod url;
 pub use base::{BaseProgress, CHUNK_BYTES};
 pub use error::{Error, ErrorKind, Result};
 pub use expire::{ExpireOptions, ExpireReport, expire};
+pub use fetch::{restore, serve};
 pub use follow::{Promotion, Replica, ReplicaState};
 pub use remote::{Archive, Traffic};
-pub use restore::{RestoreReport, RestoredDisk, restore, verify};
-pub use serving::serve;
+pub use restore::{RestoreReport, RestoredDisk, verify};
 pub use survey::{ArchiveBase, ArchiveEnd, Survey, survey};
 pub use uploader::{BUSY_CHECK, IDLE_CHECK, Tick, UploadOptions, Uploader};
 pub use url::ArchiveUrl;

@@ -8,7 +8,7 @@
 //! Where parts are missing, because they have expired or the store has lost them, one line ends and
 //! another begins.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 
 use walvisor_storage::LogRoot;
 
@@ -17,6 +17,11 @@ use crate::error::{Error, ErrorKind, Result};
 use crate::layout::{self, ObjectId};
 use crate::object::{self, BaseHeader, PartHeader};
 use crate::remote::{Archive, ListEntry};
+
+/// Claims that a store's list may lack before the newest one that it has.
+const LAG: u64 = 64;
+/// Claims, and parts in a row, that it may lack behind.
+const MOST_UNLISTED: u64 = 1000;
 
 /// What an archive has: claims, and the numbers of parts and bases of each epoch.
 pub(crate) struct Catalog {
@@ -79,16 +84,19 @@ impl Catalog {
     /// [`ErrorKind::NotFound`] if there is none.
     pub(crate) async fn read(archive: &Archive) -> Result<Self> {
         let listed = archive.list(layout::EPOCHS).await?;
-        let listed = listed
+        let numbers = listed
             .iter()
-            .filter_map(|claim| layout::number(&claim.name));
-        let newest = listed.max().ok_or_else(|| no_archive(archive))?;
+            .filter_map(|claim| layout::number(&claim.name))
+            .filter(|epoch| *epoch < u64::MAX - MOST_UNLISTED);
+        let mut epochs: BTreeSet<u64> = numbers.collect();
+        let newest = *epochs.last().ok_or_else(|| no_archive(archive))?;
+        // Some stores' lists lag behind.
+        epochs.extend(newest.saturating_sub(LAG).max(1)..=newest + MOST_UNLISTED);
         let mut claims = BTreeMap::new();
-        for epoch in 1.. {
+        for epoch in epochs {
             let name = layout::epoch(epoch);
             match archive.get(&name).await? {
-                Some(claim) => drop(claims.insert(epoch, Claim::of(&claim, &name)?)),
-                // Some stores' lists lag behind.
+                Some(claim) => drop(claims.insert(epoch, Claim::of(&claim, &name, epoch))),
                 None if epoch > newest => break,
                 None => {}
             }
@@ -112,8 +120,13 @@ impl Catalog {
             while let Some((first, mut last)) = listed.next() {
                 let name = |number| layout::part(ObjectId { epoch, number });
                 let next = listed.peek().map_or(u64::MAX, |next| next.0);
+                let most = last.saturating_add(MOST_UNLISTED);
                 while last + 1 < next && archive.has(&name(last + 1)).await? {
                     last += 1;
+                    if last == most {
+                        let why = "the store's list lacks it, and too many others";
+                        return Err(Error::damaged(&name(last), why));
+                    }
                 }
                 match runs.last_mut() {
                     Some((_, before)) if *before + 1 == first => *before = last,
@@ -144,13 +157,23 @@ impl Catalog {
         since.find(|claim| claim.promoted)
     }
 
-    /// The manifests of base images, in the order of their places.
-    pub(crate) async fn read_bases(&self, archive: &Archive) -> Result<Vec<BaseHeader>> {
-        let mut bases = Vec::new();
+    /// The manifests of base images, in the order of their places, without their chunks: an archive
+    /// may have many, of large disks. Those that are damaged are left out, which is said; whether
+    /// there are such.
+    pub(crate) async fn read_bases(&self, archive: &Archive) -> Result<(Vec<BaseHeader>, bool)> {
+        let (mut bases, mut damaged) = (Vec::new(), false);
         for &at in &self.bases {
-            bases.push(read_base(archive, at).await?.0);
+            match whole_base(archive, at).await? {
+                Some((mut base, _)) => {
+                    base.images.iter_mut().for_each(|image| {
+                        image.chunks = Vec::new();
+                    });
+                    bases.push(base);
+                }
+                None => damaged = true,
+            }
         }
-        Ok(bases)
+        Ok((bases, damaged))
     }
 
     /// The line of the newest epoch, and those before it that it would continue if no part were
@@ -249,11 +272,30 @@ pub(crate) async fn find_part(
     found.map(|object| open_part(at, &object)).transpose()
 }
 
+/// Reads the manifest of base images. `None`, which is said: it is damaged, or has gone.
+pub(crate) async fn whole_base(
+    archive: &Archive,
+    at: ObjectId,
+) -> Result<Option<(BaseHeader, Vec<u8>)>> {
+    match read_base(archive, at).await {
+        Err(error) if error.kind() == ErrorKind::Damaged => {
+            let archive = archive.shown();
+            tracing::warn!(
+                "{archive}: {error}; these images are left out, and what only they lead to can't be \
+                 restored; if it stays so, remove that object from the store"
+            );
+            Ok(None)
+        }
+        read => read.map(Some),
+    }
+}
+
 fn open_part(at: ObjectId, object: &[u8]) -> Result<(PartHeader, Vec<u8>)> {
     let name = layout::part(at);
     let (header, body) = object::open::<PartHeader>(&name, object)?;
-    let pieces: u64 = header.pieces.iter().map(|piece| piece.len).sum();
-    if header.at != at || header.root_len.saturating_add(pieces) != body.len() as u64 {
+    let lens = header.pieces.iter().map(|piece| piece.len);
+    let len = lens.fold(header.root_len, u64::saturating_add);
+    if header.at != at || len != body.len() as u64 {
         return Err(Error::damaged(&name, "its header does not fit its body"));
     }
     Ok((header, body))
@@ -270,12 +312,12 @@ pub(crate) async fn read_root(archive: &Archive, at: ObjectId) -> Result<LogRoot
 pub(crate) async fn read_base(archive: &Archive, at: ObjectId) -> Result<(BaseHeader, Vec<u8>)> {
     let name = layout::base(at);
     let (header, root) = object::open::<BaseHeader>(&name, &archive.need(&name).await?)?;
-    if header.at != at || header.chunk_bytes == 0 {
-        return Err(Error::damaged(
-            &name,
-            "its header belongs to another object",
-        ));
+    if header.at != at {
+        let why = "its header belongs to another object";
+        return Err(Error::damaged(&name, why));
     }
+    let checked = header.check();
+    checked.map_err(|why| Error::damaged(&name, why))?;
     Ok((header, root))
 }
 

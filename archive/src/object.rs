@@ -6,7 +6,7 @@
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 use sha2::{Digest, Sha256};
-use walvisor_storage::{Commit, LogPlace};
+use walvisor_storage::{Commit, LogPlace, Point};
 
 use crate::error::{Error, ErrorKind, Result};
 use crate::layout::ObjectId;
@@ -19,7 +19,9 @@ const FRAME: usize = 8 + 4 + 4 + 8;
 /// Bytes of the checksum at the end.
 const SUM: usize = 32;
 /// Most bytes of header and body.
-const MOST_BYTES: u64 = 256 << 20;
+pub(crate) const MOST_BYTES: u64 = 256 << 20;
+/// Most bytes of a chunk, as it is in the image.
+const MOST_CHUNK_BYTES: u64 = 64 << 20;
 /// The level of zstd: what a processor compresses faster than a network takes it.
 pub(crate) const ZSTD_LEVEL: i32 = 3;
 
@@ -69,12 +71,35 @@ pub(crate) struct PartHeader {
     pub segments: Vec<(u64, ObjectId)>,
     /// LSNs of marks of which it is not known yet whether they are restores in place.
     pub rewind_marks: Vec<u64>,
+    /// Where the log's clock went back in this part or before: the first record with an earlier time
+    /// than the one before it. Only those with no earlier time behind them.
+    #[serde(default)]
+    pub set_back: Vec<Moment>,
     /// When the part was made, by this machine's clock.
     pub made_us: u64,
 }
 
 impl Header for PartHeader {
     const MAGIC: &'static [u8; 8] = b"WALVPART";
+}
+
+impl PartHeader {
+    /// An LSN up to which no record is after a time, whatever its own time says: the log was as of
+    /// the last record up to that time.
+    pub(crate) fn before(&self, at: Point) -> u64 {
+        let Point::Time(unix_us) = at else { return 0 };
+        let mut moments = self.set_back.iter().rev();
+        let moment = moments.find(|moment| moment.unix_us <= unix_us);
+        moment.map_or(0, |moment| moment.lsn)
+    }
+}
+
+/// Notes a record in a list of moments at which the clock went back: `last` is the one before it.
+pub(crate) fn note_clock(set_back: &mut Vec<Moment>, last: Moment, next: Moment) {
+    if next.unix_us < last.unix_us {
+        set_back.retain(|moment| moment.unix_us < next.unix_us);
+        set_back.push(next);
+    }
 }
 
 /// A piece of a segment in a part's body.
@@ -164,6 +189,25 @@ impl BaseHeader {
         images.flat_map(|image| image.chunks.iter().flatten().map(String::as_str))
     }
 
+    /// Whether a restore can trust it.
+    pub(crate) fn check(&self) -> std::result::Result<(), String> {
+        if !(1..=MOST_CHUNK_BYTES).contains(&self.chunk_bytes) {
+            return Err(format!("chunks of {} bytes", self.chunk_bytes));
+        }
+        for image in &self.images {
+            let chunks = image.bytes.div_ceil(self.chunk_bytes);
+            if image.chunks.len() as u64 != chunks {
+                let (name, found) = (&image.name, image.chunks.len());
+                return Err(format!("it names {found} chunks of {name}, not {chunks}"));
+            }
+            let mut hashes = image.chunks.iter().flatten();
+            if !hashes.all(|hash| digest(hash).is_some()) {
+                return Err("it names a chunk by what is no SHA-256".to_owned());
+            }
+        }
+        Ok(())
+    }
+
     /// Bytes of a chunk of an image; the last one may be shorter.
     pub(crate) fn chunk_len(&self, image: &BaseImage, number: usize) -> u64 {
         let offset = number as u64 * self.chunk_bytes;
@@ -186,6 +230,9 @@ pub(crate) struct BaseImage {
 pub(crate) fn seal<H: Header>(header: &H, body: &[u8]) -> Result<Vec<u8>> {
     let text = serde_json::to_vec(header).map_err(not_json)?;
     let plain = [&text[..], body].concat();
+    if plain.len() as u64 > MOST_BYTES {
+        return Err(too_large());
+    }
     let packed = pack(&plain)?;
     let mut object = Vec::with_capacity(FRAME + packed.len() + SUM);
     object.extend_from_slice(H::MAGIC);
@@ -239,6 +286,18 @@ pub(crate) fn open<H: Header>(name: &str, object: &[u8]) -> Result<(H, Vec<u8>)>
     Ok((header, body))
 }
 
+/// The error for what an archive can't hold.
+pub(crate) fn too_large() -> Error {
+    Error::new(
+        ErrorKind::InvalidInput,
+        format!(
+            "an object would have more than {} MiB: the disks of this log hold more than an archive \
+             can name, about 14 TiB of data; give the largest ones logs and archives of their own",
+            MOST_BYTES >> 20
+        ),
+    )
+}
+
 /// The error for a value that is no JSON.
 pub(crate) fn not_json(error: serde_json::Error) -> Error {
     Error::new(ErrorKind::InvalidInput, error.to_string())
@@ -258,6 +317,18 @@ pub(crate) fn unpack(packed: &[u8], most: usize) -> Option<Vec<u8>> {
 /// The SHA-256 of bytes, in hex.
 pub(crate) fn hash(bytes: &[u8]) -> String {
     hex(&Sha256::digest(bytes))
+}
+
+/// The bytes of a SHA-256 in hex; `None`: it is none.
+pub(crate) fn digest(hex: &str) -> Option<[u8; 32]> {
+    let mut digest = [0; 32];
+    if hex.len() != 64 || !hex.is_ascii() {
+        return None;
+    }
+    for (byte, at) in digest.iter_mut().zip((0..).step_by(2)) {
+        *byte = u8::from_str_radix(&hex[at..at + 2], 16).ok()?;
+    }
+    Some(digest)
 }
 
 /// Bytes in hex.
@@ -285,6 +356,7 @@ mod tests {
             root_at: at,
             segments: vec![(5, at)],
             rewind_marks: Vec::new(),
+            set_back: Vec::new(),
             made_us: 1,
         }
     }

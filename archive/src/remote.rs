@@ -31,14 +31,19 @@ const CONNECT: Duration = Duration::from_secs(10);
 const TRIES: usize = 3;
 /// How long to wait before an unclear request is tried again.
 const PAUSE: Duration = Duration::from_millis(if cfg!(test) { 1 } else { 200 });
+/// Most bytes of an object, and names in a list: a store may send anything.
+const MOST_OBJECT_BYTES: u64 = 512 << 20;
+const MOST_LISTED: usize = if cfg!(test) { 20_000 } else { 1 << 24 };
 /// Requests under way at a time.
 pub(crate) const AT_ONCE: usize = 8;
 
 /// An archive's objects, in an object store.
 pub struct Archive {
     store: Arc<dyn ObjectStore>,
-    prefix: String,
+    prefix: Key,
     shown: String,
+    /// What can be read may not be durable: the store is a directory.
+    pub(crate) cached: bool,
     pub(crate) fencing: bool,
     runtime: Runtime,
     counters: Counters,
@@ -99,7 +104,10 @@ impl Archive {
             StorePlace::Directory(directory) => (directory_store(directory)?, String::new()),
             StorePlace::S3 { prefix, .. } => (s3_store(url)?, prefix.clone()),
         };
-        Self::over(store, prefix, url.to_string(), url.fencing)
+        Ok(Self {
+            cached: url.directory().is_some(),
+            ..Self::over(store, prefix, url.to_string(), url.fencing)?
+        })
     }
 
     /// An archive in any store. `shown`: its name in errors.
@@ -118,8 +126,9 @@ impl Archive {
         })?;
         Ok(Self {
             store,
-            prefix,
+            prefix: Key::from(prefix),
             shown,
+            cached: false,
             fencing,
             runtime,
             counters: Counters::default(),
@@ -144,10 +153,8 @@ impl Archive {
     }
 
     fn key(&self, name: &str) -> Key {
-        match self.prefix.as_str() {
-            "" => Key::from(name),
-            prefix => Key::from(format!("{prefix}/{name}")),
-        }
+        let name = Key::from(name);
+        self.prefix.parts().chain(name.parts()).collect()
     }
 
     /// The error for a request that failed.
@@ -180,9 +187,16 @@ impl Archive {
     /// [`ErrorKind::Unavailable`].
     pub(crate) async fn get(&self, name: &str) -> Result<Option<Bytes>> {
         self.counters.reads.fetch_add(1, Ordering::Relaxed);
-        let read = async { self.store.get(&self.key(name)).await?.bytes().await };
+        let read = async {
+            let found = self.store.get(&self.key(name)).await?;
+            if found.meta.size > MOST_OBJECT_BYTES {
+                return Ok(None);
+            }
+            found.bytes().await.map(Some)
+        };
         match read.await {
-            Ok(bytes) => {
+            Ok(None) => Err(Error::damaged(name, "more bytes than any object has")),
+            Ok(Some(bytes)) => {
                 let len = bytes.len() as u64;
                 self.counters.received.fetch_add(len, Ordering::Relaxed);
                 Ok(Some(bytes))
@@ -230,10 +244,18 @@ impl Archive {
                 Err(error) => error,
             };
             // It may be this very request that has created it, or an earlier one of ours.
-            if let Some(found) = self.get(name).await? {
-                return Ok(settled(found, bytes));
-            }
-            last = Some(unclear);
+            last = match self.get(name).await? {
+                Some(found) if self.cached && found == *bytes => {
+                    // What is in the page cache may not be on the medium, and the error was perhaps
+                    // that of a sync: another file takes its place.
+                    match self.put_as(name, bytes, PutMode::Overwrite).await {
+                        Ok(()) => return Ok(CreateOutcome::Done),
+                        Err(error) => Some(error),
+                    }
+                }
+                Some(found) => return Ok(settled(found, bytes)),
+                None => Some(unclear),
+            };
             tokio::time::sleep(PAUSE).await;
         }
         let unclear = last.map(|error| self.failed("create", name, &error));
@@ -308,22 +330,28 @@ impl Archive {
         let listed = self
             .store
             .list(Some(&folder_key))
-            .map_ok(|found| ListEntry {
-                name: found.location.to_string(),
-                bytes: found.size,
-                modified_us: found.last_modified.timestamp_micros().max(0) as u64,
+            .take(MOST_LISTED + 1)
+            .try_filter_map(async |found| {
+                // The store's names are encoded, and so is the prefix.
+                let parts = found.location.prefix_match(&self.prefix);
+                let name = parts.map(|parts| {
+                    let parts: Vec<_> = parts.map(|part| part.as_ref().to_owned()).collect();
+                    parts.join("/")
+                });
+                Ok(name.map(|name| ListEntry {
+                    name,
+                    bytes: found.size,
+                    modified_us: found.last_modified.timestamp_micros().max(0) as u64,
+                }))
             });
         let listed: std::result::Result<Vec<_>, _> = listed.try_collect().await;
         let mut listed = match listed {
             Err(object_store::Error::NotFound { .. }) => Vec::new(),
             listed => listed.map_err(|error| self.failed("list", folder, &error))?,
         };
-        let before = match self.prefix.as_str() {
-            "" => 0,
-            prefix => prefix.len() + 1,
-        };
-        for ListEntry { name, .. } in &mut listed {
-            *name = name.split_off(before.min(name.len()));
+        if listed.len() > MOST_LISTED {
+            let why = format!("the store's list has more than {MOST_LISTED} names, or no end");
+            return Err(Error::damaged(folder, why));
         }
         listed.sort_by(|one, other| one.name.cmp(&other.name));
         Ok(listed)

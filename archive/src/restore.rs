@@ -4,31 +4,29 @@
 //! the control file is written as it would be if the log's owner had been killed during a
 //! checkpoint; opening the log recovers the disks, as after any other kill.
 
-use std::collections::HashMap;
+use std::collections::{BTreeSet, HashMap};
 use std::fs::{self, File, TryLockError};
 use std::future::Future;
-use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 
 use serde::{Deserialize, Serialize};
 use walvisor_storage::{
-    AssembledLog, Commit, FetchMap, LogParts, LogRoot, PieceChecker, Point, cut_piece, rewind_disk,
-    write_segment,
+    AssembledLog, Commit, LogParts, LogRoot, PieceChecker, Point, cut_piece, write_segment,
 };
 
 use crate::error::{Error, ErrorKind, Result};
-use crate::expire::Lease;
+use crate::expire::{Lease, time_of};
 use crate::layout::{self, ObjectId};
-use crate::lineage::{Catalog, Lineage, read_base, read_part, read_root};
-use crate::object::{self, BaseHeader, BaseImage, PartHeader};
+use crate::lineage::{Catalog, Lineage, read_part, read_root, whole_base};
+use crate::object::{self, BaseHeader, BaseImage, Moment, PartHeader};
 use crate::remote::Archive;
 
 /// The note of a restore that has not ended, in its directory.
 const NOTE: &str = "walvisor-restore.json";
+/// The directory of the log of several disks, there.
+const LOG_NAME: &str = "log";
 /// The note of a replica, in its directory.
 pub(crate) const REPLICA_NOTE: &str = "walvisor-replica.json";
-/// A restore notes how far it is after so many chunks.
-const NOTED_CHUNKS: usize = 64;
 
 /// A log that was restored, or could be.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -69,6 +67,8 @@ pub(crate) struct Plan<'a> {
     pub base: BaseHeader,
     pub root: LogRoot,
     at: Point,
+    /// No record up to this LSN is after the point.
+    before: u64,
 }
 
 /// How far a restore is that was ended before its end.
@@ -76,10 +76,7 @@ pub(crate) struct Plan<'a> {
 pub(crate) struct Note {
     archive: String,
     pub base: Option<ObjectId>,
-    /// For each image, the chunks that are there.
-    pub chunks: Vec<usize>,
-    /// What the log was restored to, if it is complete and the disks may be in use; the images have
-    /// [fetch maps](FetchMap) then.
+    /// What the log was restored to, if it is complete and the disks may be in use.
     #[serde(default)]
     pub ready: Option<ReadyLog>,
 }
@@ -91,63 +88,6 @@ pub(crate) struct ReadyLog {
     pub at: String,
     pub commit: object::Moment,
     pub log_bytes: u64,
-}
-
-/// Restores all disks of the archived log, and the log, to a new directory: as of `at`, and with
-/// the history since the base images. A restore that was killed is continued by another call with
-/// the same arguments: it fetches the log anew, but no chunk of an image twice.
-///
-/// # Errors
-/// [`ErrorKind::NotFound`] if there is no archive, or no way to this point; the error says what can
-/// be reached. [`ErrorKind::Damaged`] if an object is missing or wrong. [`ErrorKind::InvalidInput`]
-/// if something else is in the directory.
-pub fn restore(
-    archive: &Archive,
-    dir: &Path,
-    at: Point,
-    progress: Progress<'_>,
-) -> Result<RestoreReport> {
-    let _alone = lock_directory(dir)?;
-    let plan = archive.block_on(Plan::find(archive, at))?;
-    let mut note = begin(archive, dir, &plan)?;
-    let images = image_paths(dir, &plan.base.images);
-    // Those of a restore that was to serve, and was ended before it could.
-    for image in &images {
-        FetchMap::remove(image)?;
-    }
-    let total: u64 = plan.base.images.iter().map(|image| image.bytes).sum();
-    let (mut passed, mut chunks) = (0, 0);
-    for (i, (image, path)) in plan.base.images.iter().zip(&images).enumerate() {
-        let done = note.chunks[i];
-        let file = new_file(path, image.bytes, done > 0)?;
-        passed += (done as u64 * plan.base.chunk_bytes).min(image.bytes);
-        progress(passed, total);
-        plan.fetch_image(image, done, |number, bytes| {
-            if let Some(bytes) = bytes {
-                let offset = number as u64 * plan.base.chunk_bytes;
-                let written = file.write_all_at(&bytes, offset);
-                written.map_err(|error| Error::local("write", path, error))?;
-                chunks += 1;
-            }
-            passed += plan.base.chunk_len(image, number);
-            progress(passed, total);
-            if (number + 1) % NOTED_CHUNKS == 0 {
-                let synced = file.sync_data();
-                synced.map_err(|error| Error::local("sync", path, error))?;
-                note.chunks[i] = number + 1;
-                note.write(dir)?;
-            }
-            Ok(())
-        })?;
-        let synced = file.sync_data();
-        synced.map_err(|error| Error::local("sync", path, error))?;
-        note.chunks[i] = image.chunks.len();
-        note.write(dir)?;
-    }
-    let report = plan.build_log(dir, &images, chunks)?;
-    Note::remove(dir)?;
-    progress(total, total);
-    Ok(report)
 }
 
 /// Fetches everything that a restore as of `at` fetches, and checks all of it: each chunk, each
@@ -185,8 +125,9 @@ pub(crate) struct LogReader {
     /// place that the next one does not tell of.
     pub roots: Vec<LogRoot>,
     pub last: Commit,
-    /// The point, with a snapshot's LSN instead of its name.
-    at: Point,
+    /// The point, with a snapshot's LSN instead of its name, and an LSN up to which no record is
+    /// after it.
+    at: (Point, u64),
     /// Whether the point was reached.
     ended: bool,
     /// No restore in place after this LSN and this time counts.
@@ -195,7 +136,8 @@ pub(crate) struct LogReader {
 }
 
 impl LogReader {
-    pub(crate) fn new(base: &BaseHeader, root: &LogRoot, at: Point) -> Self {
+    /// As of `at`; no record up to LSN `before` is after that.
+    pub(crate) fn new(base: &BaseHeader, root: &LogRoot, at: Point, before: u64) -> Self {
         Self {
             base: root.clone(),
             first_sequence: base.first_sequence,
@@ -207,7 +149,7 @@ impl LogReader {
                 Point::Time(unix_us) => (u64::MAX, unix_us),
                 _ => (u64::MAX, u64::MAX),
             },
-            at,
+            at: (at, before),
             ended: false,
             bytes: 0,
         }
@@ -281,28 +223,43 @@ impl<'a> Plan<'a> {
     /// Finds the newest base images from which a point can be reached.
     pub(crate) async fn find(archive: &'a Archive, at: Point) -> Result<Self> {
         let catalog = Catalog::read(archive).await?;
-        let mut reachable = Vec::new();
+        let (mut reachable, mut damaged) = (Vec::new(), BTreeSet::new());
         for line in catalog.lines() {
             let at = resolve(archive, &line, at).await?;
             let Some(end) = line.end() else { continue };
             let (newest, _) = read_part(archive, end).await?;
+            let known = at.map_or(0, |at| newest.before(at));
             let mut oldest = None;
             for &place in catalog.bases.iter().rev() {
-                let (base, root) = read_base(archive, place).await?;
+                if damaged.contains(&place) {
+                    continue;
+                }
+                let Some((base, root)) = whole_base(archive, place).await? else {
+                    damaged.insert(place);
+                    continue;
+                };
                 if !line.leads(&base) {
                     continue;
                 }
                 let root = LogRoot::decode(&root)?;
                 oldest = Some(base.exact);
                 let Some(at) = at else { continue };
-                let place =
-                    |moment: object::Moment| at.compare(moment.lsn, moment.cid, moment.unix_us);
-                let beyond = match at {
-                    // What is not written yet has no number.
-                    Point::Lsn(_) | Point::Cid(_) => place(newest.last).is_lt(),
-                    _ => false,
+                let newest = newest.last;
+                let (before, beyond) = match at {
+                    // Images whose time is not known were there when they were sent.
+                    Point::Time(unix_us) => {
+                        let time = time_of(base.exact, base.made_us);
+                        (base.exact.lsn <= known || time <= unix_us, false)
+                    }
+                    _ => {
+                        let Moment { lsn, cid, .. } = base.exact;
+                        // What is not written yet has no number.
+                        let numbered = matches!(at, Point::Lsn(_) | Point::Cid(_));
+                        let ended = at.compare(newest.lsn, newest.cid, newest.unix_us).is_lt();
+                        (!at.compare(lsn, cid, 0).is_gt(), numbered && ended)
+                    }
                 };
-                if !place(base.exact).is_gt() && !beyond {
+                if before && !beyond {
                     return Ok(Self {
                         archive,
                         lease: Lease::take(archive, base.at).await?,
@@ -310,6 +267,7 @@ impl<'a> Plan<'a> {
                         base,
                         root,
                         at,
+                        before: known,
                     });
                 }
             }
@@ -363,7 +321,7 @@ impl<'a> Plan<'a> {
     /// Reads the log from the base images to the point, checks it, and hands its pieces
     /// to `each`.
     fn read_log(&self, each: TakePiece<'_>) -> Result<LogReader> {
-        let mut log = LogReader::new(&self.base, &self.root, self.at);
+        let mut log = LogReader::new(&self.base, &self.root, self.at, self.before);
         let parts = self.line.from(self.base.first_part);
         let read = parts.map(|at| read_part(self.archive, at));
         let mut take = |(header, body): (PartHeader, Vec<u8>)| log.take(&header, &body, each);
@@ -375,13 +333,8 @@ impl<'a> Plan<'a> {
     }
 
     /// Makes the log beside the images, whose chunks may still be absent: its segments, its control
-    /// file, and the disks as of the point. `chunks`: as in the report.
-    pub(crate) fn build_log(
-        &self,
-        dir: &Path,
-        images: &[PathBuf],
-        chunks: u64,
-    ) -> Result<RestoreReport> {
+    /// file, and the disks as of the point.
+    pub(crate) fn build_log(&self, dir: &Path, images: &[PathBuf]) -> Result<RestoreReport> {
         let log_dir = log_dir_of(dir, images);
         let segment_size = self.root.segment_size();
         clear_log(&log_dir)?;
@@ -404,15 +357,7 @@ impl<'a> Plan<'a> {
             images: &copies,
         };
         AssembledLog::new(&log_dir, &parts)?.create()?;
-        // A batch comes as a whole; the point may be inside.
-        if let Point::Lsn(lsn) = log.at
-            && lsn < log.last.lsn
-        {
-            for path in images {
-                rewind_disk(path, &log_dir, Point::Lsn(lsn))?;
-            }
-        }
-        Ok(self.done(&log, log_dir, images, chunks))
+        Ok(self.done(&log, log_dir, images, 0))
     }
 
     fn done(
@@ -422,7 +367,7 @@ impl<'a> Plan<'a> {
         images: &[PathBuf],
         chunks: u64,
     ) -> RestoreReport {
-        let lsn = match log.at {
+        let lsn = match log.at.0 {
             Point::Lsn(lsn) => lsn.min(log.last.lsn),
             _ => log.last.lsn,
         };
@@ -472,12 +417,6 @@ pub(crate) async fn fetch_chunk(
     let Some(hash) = hash else {
         return Ok((number, None));
     };
-    if hash.len() != 64 || !hash.bytes().all(|byte| byte.is_ascii_hexdigit()) {
-        return Err(Error::damaged(
-            &layout::base(base.at),
-            "it names a chunk by what is no SHA-256",
-        ));
-    }
     let name = layout::chunk(hash);
     let packed = archive.need(&name).await?;
     let len = base.chunk_len(image, number);
@@ -492,12 +431,19 @@ pub(crate) async fn fetch_chunk(
     }
 }
 
-/// Begins in a directory, or finds what an earlier restore has left in it.
-pub(crate) fn begin(archive: &Archive, dir: &Path, plan: &Plan) -> Result<Note> {
-    let fresh = Note {
+/// A restore that has begun in a directory.
+pub(crate) struct Begun {
+    /// To be written once all images have fetch maps.
+    pub note: Note,
+    /// Whether an earlier restore has left maps, which say what it has fetched.
+    pub goes_on: bool,
+}
+
+/// Begins in a directory, or goes on with what an earlier restore has left in it.
+pub(crate) fn begin(archive: &Archive, dir: &Path, plan: &Plan) -> Result<Begun> {
+    let note = Note {
         archive: archive.shown().to_owned(),
         base: Some(plan.base.at),
-        chunks: vec![0; plan.base.images.len()],
         ready: None,
     };
     match Note::read(dir) {
@@ -509,21 +455,25 @@ pub(crate) fn begin(archive: &Archive, dir: &Path, plan: &Plan) -> Result<Note> 
                 ErrorKind::InvalidInput,
                 format!(
                     "{dir}: its disks may be in use, by a restore to {at}; go on with that one \
-                     (--serve --at {at}, from the same archive), or name another directory"
+                     (--at {at}, from the same archive), or name another directory"
                 ),
             ));
         }
-        Some(note)
-            if (&note.archive, note.base) == (&fresh.archive, fresh.base)
-                && note.chunks.len() == fresh.chunks.len() =>
-        {
-            return Ok(note);
+        Some(earlier) if earlier == note => {
+            return Ok(Begun {
+                note,
+                goes_on: true,
+            });
         }
         Some(_) => {}
         None => refuse_occupied(dir)?,
     }
-    fresh.write(dir)?;
-    Ok(fresh)
+    // The maps that are there are not those of these images, or are not all.
+    Note::default().write(dir)?;
+    Ok(Begun {
+        note,
+        goes_on: false,
+    })
 }
 
 /// Refuses a directory that has anything.
@@ -581,6 +531,9 @@ pub(crate) fn write_note(dir: &Path, name: &str, note: &impl Serialize) -> Resul
 /// Where the images go: the names they had, made different where two are the same.
 pub(crate) fn image_paths(dir: &Path, images: &[BaseImage]) -> Vec<PathBuf> {
     let mut taken = vec![NOTE.to_owned(), REPLICA_NOTE.to_owned()];
+    if images.len() != 1 {
+        taken.push(LOG_NAME.to_owned());
+    }
     // The image, and what may be beside it.
     let names = |name: &str| ["", ".wal", ".fetch", ".fetch.new"].map(|end| format!("{name}{end}"));
     let paths = images.iter().map(|image| {
@@ -603,7 +556,7 @@ pub(crate) fn image_paths(dir: &Path, images: &[BaseImage]) -> Vec<PathBuf> {
 pub(crate) fn log_dir_of(dir: &Path, images: &[PathBuf]) -> PathBuf {
     match images {
         [only] => walvisor_storage::default_log_dir(only),
-        _ => dir.join("log"),
+        _ => dir.join(LOG_NAME),
     }
 }
 
@@ -630,23 +583,6 @@ pub(crate) fn lock_directory(dir: &Path) -> Result<File> {
     }
 }
 
-/// Makes a sparse file, or opens one that is there, for its owner only. `keeps`: what the file has
-/// stays; it may be of other base images.
-pub(crate) fn new_file(path: &Path, bytes: u64, keeps: bool) -> Result<File> {
-    use std::os::unix::fs::OpenOptionsExt;
-    let open = || {
-        let file = File::options()
-            .write(true)
-            .create(true)
-            .truncate(!keeps)
-            .mode(0o600)
-            .open(path)?;
-        file.set_len(bytes)?;
-        Ok(file)
-    };
-    open().map_err(|error| Error::local("make the image", path, error))
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -666,6 +602,7 @@ mod tests {
             image(4, ".."),
             image(5, "a.img.wal"),
             image(6, "disk.fetch"),
+            image(7, "log"),
         ];
         let dir = Path::new("/d");
         let paths = image_paths(dir, &images);
@@ -676,6 +613,7 @@ mod tests {
             "disk",
             "5-a.img.wal",
             "6-disk.fetch",
+            "7-log",
         ];
         assert_eq!(paths, wanted.map(|name| dir.join(name)));
         assert_eq!(log_dir_of(dir, &paths), dir.join("log"));

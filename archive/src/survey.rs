@@ -2,7 +2,7 @@
 
 use walvisor_storage::Commit;
 
-use crate::error::Result;
+use crate::error::{Result, printable};
 use crate::lineage::{Catalog, read_part};
 use crate::remote::Archive;
 use crate::uploader::now_us;
@@ -52,7 +52,7 @@ pub struct ArchiveBase {
 pub fn survey(archive: &Archive) -> Result<Survey> {
     archive.block_on(async {
         let catalog = Catalog::read(archive).await?;
-        let bases = catalog.read_bases(archive).await?;
+        let (bases, _) = catalog.read_bases(archive).await?;
         let mut spans = Vec::new();
         for line in catalog.lines() {
             let Some(end) = line.end() else { continue };
@@ -68,7 +68,7 @@ pub fn survey(archive: &Archive) -> Result<Survey> {
                         images: base
                             .images
                             .iter()
-                            .map(|image| (image.name.clone(), image.bytes))
+                            .map(|image| (printable(&image.name), image.bytes))
                             .collect(),
                         made_us: base.made_us,
                     })

@@ -14,12 +14,12 @@ use bytes::Bytes;
 use serde::{Deserialize, Serialize};
 use walvisor_storage::{Commit, FollowStep, LogFollower, LogPiece, LogPlace, LogRoot};
 
-use crate::base::{BaseCopy, BaseProgress, refuse_spilled};
+use crate::base::{BaseCopy, BaseProgress, is_expiring, lost_chunks, refuse_spilled};
 use crate::epoch::{self, Claim};
 use crate::error::{Error, ErrorKind, Result};
 use crate::layout::{self, ObjectId};
-use crate::lineage::{Catalog, Lineage, read_part, read_root};
-use crate::object::{self, BaseHeader, PartHeader, PartPiece};
+use crate::lineage::{Catalog, Lineage, read_base, read_part, read_root};
+use crate::object::{self, BaseHeader, Moment, PartHeader, PartPiece, note_clock};
 use crate::remote::{Archive, CreateOutcome};
 
 /// Most bytes of log in a part, or one batch more.
@@ -29,6 +29,8 @@ pub const IDLE_CHECK: Duration = Duration::from_secs(60);
 /// How often one checks that sends parts, at most.
 pub const BUSY_CHECK: Duration = Duration::from_secs(if cfg!(test) { 0 } else { 1 });
 
+/// How often to look whether somebody still removes what is too old.
+const EXPIRING_CHECK: Duration = Duration::from_secs(if cfg!(test) { 0 } else { 10 });
 /// How often the log's root may tell of records that are not there before they count as damaged.
 const MOST_MISSING: u32 = 10;
 
@@ -107,6 +109,8 @@ pub struct Uploader<'a> {
     /// The chunks of the newest manifest.
     chunks: HashSet<String>,
     next_base: u64,
+    /// No other copy begins before: copies take half of the time at most.
+    rest: Option<Instant>,
     /// Why the base images are copied again.
     why_base: Option<String>,
 }
@@ -129,6 +133,7 @@ struct State {
     end: Option<LogPlace>,
     segments: Vec<(u64, ObjectId)>,
     rewind_marks: Vec<u64>,
+    set_back: Vec<Moment>,
     /// The newest root in this epoch; empty: none.
     root: Vec<u8>,
     root_at: ObjectId,
@@ -139,6 +144,13 @@ enum Base {
     /// None yet.
     None,
     Copying(Box<BaseCopy>),
+    /// Its manifest is there; whether all its chunks are is not known yet.
+    Sent {
+        at: ObjectId,
+        made_us: u64,
+        /// When somebody was found to remove what is too old.
+        expiring: Option<Instant>,
+    },
     Done {
         made_us: u64,
     },
@@ -214,7 +226,12 @@ impl<'a> Uploader<'a> {
                 claim.after = Some(after);
                 // Whatever images there are, also those that this list of the archive lacks.
                 (known_root, line_from) = (root, 0);
-                let done = base.map_or(Base::None, |made_us| Base::Done { made_us });
+                // Whoever has sent them may have been killed before they counted.
+                let done = base.map_or(Base::None, |(at, made_us)| Base::Sent {
+                    at,
+                    made_us,
+                    expiring: None,
+                });
                 (follower, first, state, done, None)
             }
             Err(why) => {
@@ -242,13 +259,19 @@ impl<'a> Uploader<'a> {
             pending: pending.into_iter().collect(),
             attempt: None,
             state,
-            restorable: matches!(base, Base::Done { .. }),
+            restorable: matches!(base, Base::Sent { .. }),
             base,
             batches: Vec::new(),
             chunks,
             next_base: 1,
+            rest: None,
             why_base,
         })
+    }
+
+    #[cfg(test)]
+    pub(crate) fn archive(&self) -> &'a Archive {
+        self.archive
     }
 
     /// The number of the epoch that this uploader has claimed.
@@ -303,8 +326,9 @@ impl<'a> Uploader<'a> {
         // Whatever the log had when the copy ended was read above.
         if caught_up {
             self.publish_base()?;
-            kept(self);
         }
+        self.confirm_base()?;
+        kept(self);
         self.copy_base(root)?;
         Ok(Tick {
             last: self.state.last,
@@ -378,7 +402,7 @@ impl<'a> Uploader<'a> {
             match self.follower.step(PART_BYTES - self.pending_bytes)? {
                 FollowStep::Piece(piece) => {
                     self.pending_bytes += piece.bytes.len();
-                    if !matches!(self.base, Base::Done { .. }) {
+                    if !matches!(self.base, Base::Done { .. } | Base::Sent { .. }) {
                         self.batches.extend(&piece.batches);
                     }
                     self.pending.push(piece);
@@ -475,6 +499,10 @@ impl<'a> Uploader<'a> {
                 after.segments.push((piece.sequence, at));
             }
             after.rewind_marks.extend(&piece.rewind_marks);
+            for batch in &piece.batches {
+                note_clock(&mut after.set_back, after.last.into(), (*batch).into());
+                after.last = *batch;
+            }
             after.last = piece.last;
             after.end = Some(piece.end);
         }
@@ -494,6 +522,7 @@ impl<'a> Uploader<'a> {
             root_at: after.root_at,
             segments: after.segments.clone(),
             rewind_marks: after.rewind_marks.clone(),
+            set_back: after.set_back.clone(),
             made_us: now_us(),
         };
         after.next = at.next();
@@ -547,10 +576,13 @@ impl<'a> Uploader<'a> {
     fn copy_base(&mut self, root: LogRoot) -> Result<()> {
         let due = match &self.base {
             Base::None => true,
-            Base::Copying(_) => false,
+            Base::Copying(_) | Base::Sent { .. } => false,
             Base::Done { made_us, .. } => {
-                let age = Duration::from_micros(now_us().saturating_sub(*made_us));
-                self.options.base_every.is_some_and(|every| age >= every)
+                // Those of a time to come were made while the clock was ahead.
+                let age = now_us().checked_sub(*made_us).map(Duration::from_micros);
+                let every = self.options.base_every;
+                let rested = self.rest.is_none_or(|until| Instant::now() >= until);
+                rested && every.is_some_and(|every| age.is_none_or(|age| age >= every))
             }
         };
         if due {
@@ -562,6 +594,7 @@ impl<'a> Uploader<'a> {
                     .begin_anew("the archive lacks the beginning of the log".to_owned())
                     .map(drop);
             };
+            self.forget_lost_chunks()?;
             self.base = Base::Copying(Box::new(BaseCopy::new(root, part, sequence)?));
         }
         if let Base::Copying(copy) = &mut self.base
@@ -649,13 +682,62 @@ impl<'a> Uploader<'a> {
             }
         }
         self.next_base += 1;
-        self.base = Base::Done {
+        self.rest = Some(Instant::now() + copy.began.elapsed());
+        self.base = Base::Sent {
+            at,
             made_us: header.made_us,
+            expiring: None,
         };
-        self.restorable = true;
         self.chunks = header.chunks().map(str::to_owned).collect();
         self.batches = Vec::new();
         Ok(())
+    }
+
+    /// Makes the images count that were sent last, if the store has all their chunks: some may have
+    /// expired that were there before. See [`expire`](crate::expire()).
+    fn confirm_base(&mut self) -> Result<()> {
+        let Base::Sent {
+            at,
+            made_us,
+            expiring,
+        } = &mut self.base
+        else {
+            return Ok(());
+        };
+        if expiring.is_some_and(|seen| seen.elapsed() < EXPIRING_CHECK) {
+            return Ok(());
+        }
+        if self.archive.block_on(is_expiring(self.archive, now_us()))? {
+            *expiring = Some(Instant::now());
+            return Ok(());
+        }
+        let (at, made_us) = (*at, *made_us);
+        match self.forget_lost_chunks()? {
+            0 => {
+                self.base = Base::Done { made_us };
+                self.restorable = true;
+            }
+            lost => {
+                self.archive
+                    .block_on(self.archive.remove(&layout::base(at)))?;
+                (self.base, self.restorable) = (Base::None, false);
+                self.why_base = Some(format!(
+                    "the store has lost {lost} chunks of the newest images"
+                ));
+            }
+        }
+        Ok(())
+    }
+
+    /// Takes only those chunks for sent that the store has. Returns how many it lacks.
+    fn forget_lost_chunks(&mut self) -> Result<usize> {
+        if self.chunks.is_empty() {
+            return Ok(0);
+        }
+        let named = self.chunks.iter().map(String::as_str);
+        let lost = self.archive.block_on(lost_chunks(self.archive, named))?;
+        self.chunks.retain(|chunk| !lost.contains(chunk));
+        Ok(lost.len())
     }
 
     /// Goes on with a new epoch that follows nothing.
@@ -706,6 +788,7 @@ impl State {
             end: None,
             segments: Vec::new(),
             rewind_marks: Vec::new(),
+            set_back: Vec::new(),
             root: Vec::new(),
             root_at: next,
         }
@@ -727,8 +810,8 @@ struct End {
     header: PartHeader,
     /// The newest root on the line.
     root: LogRoot,
-    /// When the copy of the newest base images on the line ended.
-    base: Option<u64>,
+    /// The newest base images on the line, and when their copy ended.
+    base: Option<(ObjectId, u64)>,
 }
 
 /// An uploader goes on behind this part.
@@ -739,7 +822,7 @@ struct ResumePoint {
     state: State,
     /// The newest root on the line.
     root: LogRoot,
-    base: Option<u64>,
+    base: Option<(ObjectId, u64)>,
 }
 
 impl End {
@@ -749,9 +832,7 @@ impl End {
         catalog: &Catalog,
         chunks: &mut HashSet<String>,
     ) -> Result<Option<Self>> {
-        let bases = catalog.read_bases(archive).await?;
-        let newest = bases.last().into_iter();
-        chunks.extend(newest.flat_map(BaseHeader::chunks).map(str::to_owned));
+        let (bases, _) = catalog.read_bases(archive).await?;
         let base_of = |line: &&Lineage| bases.iter().rev().find(|base| line.leads(base));
         let lines = catalog.newest_lines();
         // Behind parts that the store has lost there are no images.
@@ -759,7 +840,13 @@ impl End {
         let Some(line) = line.or(lines.last()) else {
             return Ok(None);
         };
-        let base = base_of(&line).map(|base| base.made_us);
+        let base = base_of(&line).map(|base| (base.at, base.made_us));
+        // Without images on the line, those of another one have chunks too.
+        let newest = base.map(|(at, _)| at).or(bases.last().map(|base| base.at));
+        if let Some(at) = newest {
+            let (newest, _) = read_base(archive, at).await?;
+            chunks.extend(newest.chunks().map(str::to_owned));
+        }
         let Some(end) = line.end() else {
             return Ok(None);
         };
@@ -804,6 +891,7 @@ impl End {
                 end: Some(place),
                 segments: header.segments,
                 rewind_marks: header.rewind_marks,
+                set_back: header.set_back,
                 // Each epoch has a root of its own.
                 root: Vec::new(),
                 root_at: next,

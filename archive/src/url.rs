@@ -70,6 +70,9 @@ impl ArchiveUrl {
                              behind it where needed, or file:///DIRECTORY";
 }
 
+const NO_KEYS: &str = "keys don't belong here: set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY in \
+                       the environment";
+
 fn invalid(text: &str, why: &str) -> Error {
     let forms = ArchiveUrl::FORMS;
     // The text may have what should not be shown, where a password was put into it.
@@ -124,14 +127,13 @@ impl FromStr for ArchiveUrl {
             if bucket.is_empty() {
                 return Err(invalid("the bucket is missing"));
             } else if bucket.contains(['@', ':']) {
-                return Err(invalid(
-                    "keys don't belong here: set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY in \
-                     the environment",
-                ));
+                return Err(invalid(NO_KEYS));
             }
             let known = |url: &String| url.starts_with("http://") || url.starts_with("https://");
             if !endpoint.as_ref().is_none_or(known) {
                 return Err(invalid("an endpoint begins with http:// or https://"));
+            } else if endpoint.as_ref().is_some_and(|url| url.contains('@')) {
+                return Err(invalid(NO_KEYS));
             }
             StorePlace::S3 {
                 bucket: bucket.to_owned(),
@@ -214,7 +216,12 @@ mod tests {
             error.contains("AWS_ACCESS_KEY_ID") && !error.contains("secret"),
             "{error}"
         );
-        let error = self::error("s3://b/a?secret=hidden");
-        assert!(!error.contains("hidden"), "{error}");
+        for text in [
+            "s3://b/a?secret=hidden",
+            "s3://b/a?endpoint=https://key:hidden@store",
+        ] {
+            let error = self::error(text);
+            assert!(!error.contains("hidden"), "{error}");
+        }
     }
 }

@@ -64,7 +64,7 @@ const ARCHIVE: &[&[&str]] = &[
     &["uploader"],
     &["expire"],
     &["restore", "survey"],
-    &["follow", "serving"],
+    &["follow", "fetch"],
 ];
 
 /// Modules of `vmm`.

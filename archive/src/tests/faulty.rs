@@ -28,6 +28,10 @@ pub(super) struct FaultyStore {
     careless: bool,
     /// Refuses to write, as to keys that may only read.
     read_only: bool,
+    /// Has every object, as far as HEAD tells.
+    pub(super) has_all: bool,
+    /// So many writes are carried out, and fail, as when the sync of a directory does.
+    pub(super) unsynced: AtomicU64,
 }
 
 fn failed() -> object_store::Error {
@@ -48,6 +52,8 @@ impl FaultyStore {
             faults: 0.into(),
             careless: false,
             read_only: false,
+            has_all: false,
+            unsynced: 0.into(),
         }
     }
 
@@ -129,6 +135,12 @@ impl ObjectStore for FaultyStore {
         if self.careless {
             options.mode = PutMode::Overwrite;
         }
+        let unsynced = self.unsynced.load(Ordering::Relaxed);
+        if unsynced > 0 {
+            self.unsynced.store(unsynced - 1, Ordering::Relaxed);
+            self.inner.put_opts(location, payload, options).await?;
+            return Err(failed());
+        }
         match self.fault().map(|fault| fault % 4) {
             Some(0) => Err(failed()),
             Some(1) => {
@@ -160,6 +172,10 @@ impl ObjectStore for FaultyStore {
 
     async fn get_opts(&self, location: &Path, options: GetOptions) -> Result<GetResult> {
         self.catch_up().await;
+        if self.has_all && options.head {
+            let log = Path::from("a/log/log.json");
+            return self.inner.get_opts(&log, options).await;
+        }
         match self.fault().map(|fault| fault % 2) {
             None => self.inner.get_opts(location, options).await,
             Some(0) => Err(failed()),

@@ -4,6 +4,7 @@ mod faulty;
 mod follow;
 mod history;
 mod serving;
+mod strange;
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -19,11 +20,12 @@ use walvisor_testkit::queue;
 use crate::epoch::Claim;
 use crate::error::{Error, ErrorKind, Result};
 use crate::expire::{DAY_US, ExpireOptions, ExpireReport, Lease, expire_at};
+use crate::fetch::restore;
 use crate::layout::{self, ObjectId};
 use crate::lineage::read_base;
 use crate::object;
 use crate::remote::Archive;
-use crate::restore::{RestoreReport, restore, verify};
+use crate::restore::{RestoreReport, verify};
 use crate::survey::survey;
 use crate::uploader::{Tick, UploadOptions, Uploader};
 
@@ -147,22 +149,35 @@ fn take_over() -> UploadOptions {
 fn claim_elsewhere(archive: &Archive, epoch: u64) {
     let name = layout::epoch(epoch);
     let claim = archive.block_on(archive.need(&name)).unwrap();
-    let mut claim = Claim::of(&claim, &name).unwrap();
+    let mut claim = Claim::of(&claim, &name, 1);
     claim.host = "elsewhere".to_owned();
     claim.owner = "process 1 on elsewhere".to_owned();
     let claim = serde_json::to_vec(&claim).unwrap().into();
     archive.block_on(archive.put(&name, &claim)).unwrap();
 }
 
+fn remove_notices(uploader: &Uploader<'_>) {
+    let archive = uploader.archive();
+    archive.block_on(async {
+        for notice in archive.list(layout::EXPIRING).await.unwrap() {
+            archive.remove(&notice.name).await.unwrap();
+        }
+    });
+}
+
 /// Ticks until everything is there.
 fn settle(uploader: &mut Uploader<'_>) -> Tick {
     let mut last = None;
-    for _ in 0..1000 {
+    for number in 0..1000 {
         let tick = uploader.tick().unwrap();
         if tick.caught_up && tick.restorable && tick.base.is_none() {
             return tick;
         }
         last = Some((tick, uploader.take_reason()));
+        if number == 500 {
+            // The store has put a notice late, which would end after an hour.
+            remove_notices(uploader);
+        }
     }
     panic!("never caught up: {last:?}");
 }

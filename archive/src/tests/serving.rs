@@ -1,15 +1,19 @@
-//! Restores whose disks are in use while their images are fetched.
+//! Images that are fetched: who may use them meanwhile, and what is there in the end.
 
 use std::path::Path;
 use std::sync::mpsc::channel;
 use std::thread;
 
-use walvisor_storage::{FetchMap, ImageReader, LogRoot, resize_disk};
+use walvisor_storage::{
+    FetchMap, Image, ImageReader, LogRoot, clone_disk, default_log_dir, import_disk, inspect,
+    resize_disk,
+};
 use walvisor_testkit::{PATIENCE, Random};
 
 use super::faulty::FaultyStore;
 use super::*;
-use crate::serving::serve;
+use crate::fetch::serve;
+use crate::follow::Replica;
 
 /// Sectors of a chunk.
 const CHUNK: u64 = 128;
@@ -179,7 +183,7 @@ fn a_lost_chunk_fails_its_requests_and_no_others() {
     // Not to another point, and not from another archive.
     let newest = survey(&archive).unwrap().spans[0].last.lsn;
     let other = serve(&archive, &dir, Point::Lsn(newest), |_| {}, &mut |_, _| {}).unwrap_err();
-    let plain = restore(&archive, &dir, Point::Newest, &mut |_, _| {}).unwrap_err();
+    let plain = restore(&archive, &dir, Point::Lsn(newest), &mut |_, _| {}).unwrap_err();
     for error in [other, plain] {
         assert!(
             error.to_string().contains("by a restore to newest"),
@@ -241,6 +245,90 @@ fn either_kind_of_restore_takes_over_from_the_other() {
             assert!(bytes == wanted, "{requests} {serve_first}");
         }
     }
+}
+
+/// Why nobody can use an image that is not whole: every way to open it says the same.
+fn assert_refused(image: &Path, log: &Path) {
+    let other = image.with_extension("other");
+    let beside = default_log_dir(&other);
+    let whole = image.with_extension("whole");
+    std::fs::write(&whole, [1; 512]).unwrap();
+    let plain = &mut |_, _| {};
+    let stores = options(Retention::Nothing);
+    let disks = [DiskOptions::new(image)];
+    let tries = [
+        Store::open(log, &disks, &stores).map(drop),
+        export_disk(image, log, &other, false, None, plain).map(drop),
+        clone_disk(image, log, None, &other, &beside, &stores, plain).map(drop),
+        import_disk(&other, image, &beside, &stores, plain).map(drop),
+        export_disk(&whole, &default_log_dir(&whole), image, true, None, plain).map(drop),
+        inspect(image, log).map(drop),
+        resize_disk(image, SECTORS * 1024, log, false, &[]).map(drop),
+        Image::open(image, true).map(drop),
+    ];
+    for (number, told) in tries.into_iter().enumerate() {
+        let told = told.unwrap_err().to_string();
+        assert!(told.contains("not all of the image"), "{number}: {told}");
+    }
+    assert!(!other.exists());
+    std::fs::remove_file(whole).unwrap();
+}
+
+/// Wherever a restore or the first fetch of a replica is ended, nobody can use the disks; another
+/// call goes on, and then they are right.
+#[test]
+fn nobody_uses_a_disk_that_is_not_whole() {
+    let (bench, faulty) = archived();
+    let wanted = bench.bytes_at(&bench.archive(), Point::Newest);
+    let archive = archive_in(faulty.clone());
+    for follows in [false, true] {
+        let (mut cut, mut whole) = (0, 0);
+        for requests in 0.. {
+            let dir = bench.dir.path().join(format!("{follows}-{requests}"));
+            let (image, log) = (dir.join("a"), dir.join("a.wal"));
+            let fetch = || match follows {
+                false => restore(&archive, &dir, Point::Newest, &mut |_, _| {}).map(drop),
+                true => Replica::open(&archive, &dir, &mut |_, _| {}).map(drop),
+            };
+            faulty.fail_after(requests);
+            let ended = fetch();
+            faulty.fail_after(u64::MAX);
+            if ended.is_ok() {
+                whole = requests;
+                break;
+            }
+            if image.exists() {
+                cut += 1;
+                assert_refused(&image, &log);
+            }
+            fetch().unwrap();
+            assert!(bytes_of(&image, &log) == wanted, "{follows} {requests}");
+        }
+        assert!(cut >= 4, "{cut} of {whole}");
+    }
+}
+
+/// A disk is exported while its chunks are on their way: the export waits for those that it needs.
+#[test]
+fn an_export_waits_for_the_chunks() {
+    let (bench, faulty) = archived();
+    let wanted = bench.bytes_at(&bench.archive(), Point::Newest);
+    let dir = bench.dir.path().join("restored");
+    let away = faulty.clone();
+    let (done, bytes) = served((&faulty, 0), &dir, Point::Newest, |report| {
+        let image = &report.disks[0].path;
+        let map = FetchMap::open(image).unwrap().unwrap();
+        assert!((0..map.chunks()).any(|chunk| map.lacks(chunk)));
+        assert!(inspect(image, &report.log_dir).unwrap().unfetched > 0);
+        thread::scope(|scope| {
+            let exported = scope.spawn(|| bytes_of(image, &report.log_dir));
+            map.wait_for_ask(0, PATIENCE);
+            away.fail_after(u64::MAX);
+            exported.join().unwrap()
+        })
+    });
+    done.unwrap();
+    assert!(bytes.unwrap() == wanted);
 }
 
 /// A restore was ended; when it is run again there are newer images, with zeroes in a chunk that it

@@ -9,6 +9,10 @@
 //! the disk's owner may use the chunk: what is written there from then on is never fetched over.
 //! The restore removes the map when the image has everything. Until then the image has an extended
 //! attribute, so that one that was moved without its map is not taken for a whole one.
+//!
+//! Whoever makes an image that is not whole yet makes a map first, also if nobody is to use the
+//! image before it is whole: a restore, or the first fetch of a replica. Such a map is never ready,
+//! and every other process refuses the image, whoever was killed when.
 
 use std::fs::File;
 use std::io;
@@ -41,8 +45,8 @@ const COUNTERS: usize = 64;
 const ASKS: usize = 0;
 const ARRIVALS: usize = 1;
 const PULSE: usize = 2;
-/// The number of the process that makes the log; 0 once the log is there.
-const BUILDER: usize = 3;
+/// 0 once the disk can be opened.
+const UNREADY: usize = 3;
 /// The attribute of an image that has a map, where its file system has attributes.
 const ATTRIBUTE: &str = "user.walvisor.fetch";
 /// Most chunks of an image: more than of the largest image in chunks of 1 MiB.
@@ -142,12 +146,13 @@ impl FetchMap {
         name.into()
     }
 
-    /// Makes the map of an image of `bytes` bytes. `has`: whether the image has a chunk already.
-    /// Replaces a map that is there. Until [`set_ready`](Self::set_ready) no other process can open
-    /// the disk.
+    /// Makes the map of an image of `bytes` bytes, then the image: sparse, for its owner only.
+    /// `has`: whether the image has a chunk already. `keeps`: an image that is there keeps its
+    /// bytes. Replaces a map that is there. Until [`set_ready`](Self::set_ready) nobody can open
+    /// the disk. Returns the image, open to be written.
     ///
     /// # Errors
-    /// If it can't be written.
+    /// If they can't be written.
     ///
     /// # Panics
     /// If the size of a chunk is 0.
@@ -156,14 +161,14 @@ impl FetchMap {
         bytes: u64,
         chunk_bytes: u64,
         has: impl Fn(usize) -> bool,
-    ) -> Result<()> {
+        keeps: bool,
+    ) -> Result<File> {
         let path = Self::path_of(image);
         let chunks = bytes.div_ceil(chunk_bytes);
         let header = MapHeader::new(chunk_bytes, chunks);
         let mut map = vec![0; STATES];
         map[..size_of::<MapHeader>()].copy_from_slice(header.as_bytes());
-        let builder = COUNTERS + 4 * BUILDER;
-        map[builder..builder + 4].copy_from_slice(&std::process::id().to_ne_bytes());
+        map[COUNTERS + 4 * UNREADY] = 1;
         map.extend((0..chunks as usize).map(|chunk| {
             if has(chunk) {
                 state::FETCHED
@@ -172,18 +177,27 @@ impl FetchMap {
             }
         }));
         let unfinished = path.with_extension("fetch.new");
+        let mut options = File::options();
+        options.write(true).create(true).mode(OWNER);
         let write = || {
-            let mut options = File::options();
-            options.write(true).create(true).truncate(true).mode(OWNER);
-            let file = options.open(&unfinished)?;
+            let file = options.clone().truncate(true).open(&unfinished)?;
             DataFile::write_all_at(&file, &map, 0)?;
             file.sync_all()?;
             std::fs::rename(&unfinished, &path)
         };
         write().map_err(|error| Error::io("write the fetch map", &path, error))?;
         sync_dir(parent(&path))?;
-        let marked = set_attribute(image, Some(b"1"));
-        marked.map_err(|error| Error::io("mark as incomplete", image, error))
+        // An image of which nobody could know that it is not whole must not be there.
+        let mut make = || {
+            let file = options.truncate(!keeps).open(image)?;
+            host::write_attribute(&file, ATTRIBUTE, Some(b"1"))?;
+            file.set_len(bytes)?;
+            file.sync_all()?;
+            Ok(file)
+        };
+        let file = make().map_err(|error| Error::io("make the image", image, error))?;
+        sync_dir(parent(&path))?;
+        Ok(file)
     }
 
     /// Opens an image's map; `None` if there is none: the image has everything.
@@ -232,14 +246,7 @@ impl FetchMap {
         if !Self::path_of(image).exists() {
             return refuse_lone(image);
         }
-        let image = image.display();
-        Err(Error::new(
-            ErrorKind::Locked,
-            format!(
-                "{image}: not all of the image has been fetched from its archive yet; wait for \
-                 'walvisor archive restore' to end, or run it again if it has ended too early"
-            ),
-        ))
+        Err(unready(image))
     }
 
     /// The number of chunks.
@@ -247,29 +254,21 @@ impl FetchMap {
         self.chunks
     }
 
-    /// The disk's log is there: other processes may open the disk.
+    /// The disk's log is there: others may open the disk, and wait for the chunks that they need.
     pub fn set_ready(&self) {
         self.assert_writable();
-        self.counter(BUILDER).store(0, Ordering::Release);
+        self.counter(UNREADY).store(0, Ordering::Release);
     }
 
-    /// Refuses a disk whose log another process is still making.
+    /// Refuses a disk that nobody may use yet.
     ///
     /// # Errors
     /// [`ErrorKind::Locked`].
     pub(crate) fn refuse_unready(&self, image: &Path) -> Result<()> {
-        let builder = self.counter(BUILDER).load(Ordering::Acquire);
-        if builder == 0 || builder == std::process::id() {
-            return Ok(());
+        match self.counter(UNREADY).load(Ordering::Acquire) {
+            0 => Ok(()),
+            _ => Err(unready(image)),
         }
-        let image = image.display();
-        Err(Error::new(
-            ErrorKind::Locked,
-            format!(
-                "{image}: its log is not restored yet; wait until 'walvisor archive restore' says \
-                 that the disk can be used, or run it again if it was ended too early"
-            ),
-        ))
     }
 
     /// Lets requests use what a restore that was killed has written, unless one is running.
@@ -384,10 +383,20 @@ impl FetchMap {
     /// If it can't be removed.
     pub fn remove(image: &Path) -> Result<()> {
         let path = Self::path_of(image);
-        match set_attribute(image, None).and_then(|()| std::fs::remove_file(&path)) {
-            Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(()),
-            removed => removed.map_err(|error| Error::io("remove the fetch map", &path, error))?,
+        if !path.exists() {
+            return Ok(());
         }
+        let unmark = || {
+            let file = File::open(image)?;
+            host::write_attribute(&file, ATTRIBUTE, None)?;
+            file.sync_all()
+        };
+        let unmarked = match unmark() {
+            Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(()),
+            unmarked => unmarked,
+        };
+        let removed = unmarked.and_then(|()| std::fs::remove_file(&path));
+        removed.map_err(|error| Error::io("remove the fetch map", &path, error))?;
         sync_dir(parent(&path))
     }
 
@@ -499,11 +508,17 @@ impl Drop for FetchMap {
     }
 }
 
-/// Sets or removes the attribute of an image that has a map.
-fn set_attribute(image: &Path, value: Option<&[u8]>) -> io::Result<()> {
-    let file = File::open(image)?;
-    host::write_attribute(&file, ATTRIBUTE, value)?;
-    file.sync_all()
+/// The error for an image that is not whole.
+fn unready(image: &Path) -> Error {
+    let image = image.display();
+    Error::new(
+        ErrorKind::Locked,
+        format!(
+            "{image}: not all of the image has been fetched from its archive yet; wait until \
+             'walvisor archive restore' or 'follow' has it, or run that again if it was ended too \
+             early"
+        ),
+    )
 }
 
 /// Refuses an image that should have a map, and has none.
@@ -575,13 +590,11 @@ mod tests {
         let image = dir.path().join("disk.img");
         File::create(&image).unwrap();
         assert!(FetchMap::open(&image).unwrap().is_none());
-        FetchMap::create(&image, 10 << 20, 4 << 20, |chunk| chunk == 1).unwrap();
+        FetchMap::create(&image, 10 << 20, 4 << 20, |chunk| chunk == 1, false).unwrap();
         assert!(FetchMap::refuse(&image).is_err());
         let map = FetchMap::open(&image).unwrap().unwrap();
         let reader = FetchMap::open(&image).unwrap().unwrap();
         assert!(map.lock().unwrap() && !reader.lock().unwrap());
-        map.refuse_unready(&image).unwrap();
-        map.counter(BUILDER).store(1, Ordering::Release);
         assert!(reader.refuse_unready(&image).is_err());
         map.set_ready();
         reader.refuse_unready(&image).unwrap();
@@ -623,7 +636,7 @@ mod tests {
         if !host::write_attribute(&file, "user.a", Some(b"1")).unwrap() {
             return println!("skipped: no attributes here");
         }
-        FetchMap::create(&image, 8 << 20, 4 << 20, |_| false).unwrap();
+        FetchMap::create(&image, 8 << 20, 4 << 20, |_| false, false).unwrap();
         let moved = dir.path().join("moved.img");
         std::fs::rename(&image, &moved).unwrap();
         for error in [
@@ -642,7 +655,7 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         let image = dir.path().join("disk.img");
         File::create(&image).unwrap();
-        FetchMap::create(&image, 8 << 20, 4 << 20, |_| false).unwrap();
+        FetchMap::create(&image, 8 << 20, 4 << 20, |_| false, false).unwrap();
         let path = FetchMap::path_of(&image);
         let right = std::fs::read(&path).unwrap();
         let mut wrong: Vec<Vec<u8>> = (0..size_of::<MapHeader>())

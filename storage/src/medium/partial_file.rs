@@ -40,16 +40,23 @@ pub(crate) struct PartialFile {
 }
 
 impl PartialFile {
-    /// The image at `path`, open as `file`, with its map if there is one.
+    /// The image at `path`, open as `file`, with its map if there is one. `builds`: this process
+    /// makes the image, so that it need not be ready.
     ///
     /// # Errors
-    /// If the map is damaged, or can't be read.
-    pub(crate) fn over(file: Box<dyn DataFile>, path: &Path) -> Result<Box<dyn DataFile>> {
+    /// If the image is not ready, or the map is damaged or can't be read.
+    pub(crate) fn over(
+        file: Box<dyn DataFile>,
+        path: &Path,
+        builds: bool,
+    ) -> Result<Box<dyn DataFile>> {
         let Some(map) = FetchMap::open(path)? else {
             return Ok(file);
         };
-        map.refuse_unready(path)?;
-        map.settle_abandoned()?;
+        if !builds {
+            map.refuse_unready(path)?;
+            map.settle_abandoned()?;
+        }
         let gate = Arc::new(ChunkGate {
             image: path.to_owned(),
             complete: AtomicBool::new(map.is_complete()),
@@ -118,6 +125,12 @@ struct Waiters {
 }
 
 impl ChunkGate {
+    /// The same image, opened once more.
+    pub(crate) fn guard(self: &Arc<Self>, file: Box<dyn DataFile>) -> Box<dyn DataFile> {
+        let gate = self.clone();
+        Box::new(PartialFile { file, gate })
+    }
+
     /// Whether an operation on these bytes can be carried out.
     pub(crate) fn check(&self, bytes: Range<u64>) -> GateState {
         if self.complete.load(Ordering::Acquire) {

@@ -66,8 +66,18 @@ impl OpenBase {
 
     /// As [`open`](Self::open), whichever log the image names.
     pub(crate) fn open_as_is(options: &DiskOptions, access: Access, in_log: bool) -> Result<Self> {
+        let file = open_base(&options.path, access, in_log, false)?;
+        Self::of_file(options, file)
+    }
+
+    /// Opens and locks an image that this process makes, and that nobody else may use yet.
+    pub(crate) fn open_unready(path: &Path) -> Result<Self> {
+        let file = open_base(path, Access::Write, true, true)?;
+        Self::of_file(&DiskOptions::new(path), file)
+    }
+
+    fn of_file(options: &DiskOptions, file: Box<dyn DataFile>) -> Result<Self> {
         let path = &options.path;
-        let file = open_base(path, access, in_log)?;
         let identity = Identity::of(file.as_ref(), path)?;
         let size = disk_len(file.as_ref(), path);
         // Files in other formats may have any size.

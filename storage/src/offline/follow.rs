@@ -616,7 +616,9 @@ impl<'a> PieceReader<'a> {
 
 /// The beginning of a piece, up to the batch with a point: its length in bytes, and the last
 /// record. `bytes`: the piece at byte `offset` of a segment of the log with this root. `None`: all
-/// of it comes after the point, which must not be a snapshot.
+/// of it comes after the point, which must not be a snapshot. `known`: no record up to this LSN comes
+/// after the point, whatever its time: a time is that of the last record up to it, and the log's
+/// clock may have been ahead before.
 ///
 /// # Errors
 /// [`ErrorKind::Damaged`] if the piece is not one.
@@ -624,7 +626,7 @@ pub fn cut_piece(
     root: &LogRoot,
     offset: u64,
     bytes: &[u8],
-    at: Point,
+    (at, known): (Point, u64),
 ) -> Result<Option<(usize, Commit)>> {
     let log = &root.control.header.log;
     let mut end = if offset == 0 { BLOCK } else { 0 };
@@ -638,7 +640,8 @@ pub fn cut_piece(
         };
         let header = &batch.header;
         let (cid, unix_us) = (header.cid.get(), header.unix_us.get());
-        if at.compare(header.first_lsn.get(), cid, unix_us).is_gt() {
+        let first_lsn = header.first_lsn.get();
+        if first_lsn > known && at.compare(first_lsn, cid, unix_us).is_gt() {
             break;
         }
         end += (batch.end() - batch.offset) as usize;

@@ -150,8 +150,14 @@ fn open_file(path: &Path, write: bool) -> Result<File> {
 }
 
 /// Opens and locks a base image. `in_log`: see
-/// [`OpenBase::open`](crate::offline::attach::OpenBase::open).
-pub(crate) fn open_base(path: &Path, access: Access, in_log: bool) -> Result<Box<dyn DataFile>> {
+/// [`OpenBase::open`](crate::offline::attach::OpenBase::open). `builds`: this process makes the
+/// image, and nobody else may use it yet.
+pub(crate) fn open_base(
+    path: &Path,
+    access: Access,
+    in_log: bool,
+    builds: bool,
+) -> Result<Box<dyn DataFile>> {
     if image_kind(path)? == PathKind::BlockDevice {
         // A log marks its images, and a device has no attributes.
         return Err(invalid(format!(
@@ -173,7 +179,7 @@ pub(crate) fn open_base(path: &Path, access: Access, in_log: bool) -> Result<Box
     if is_simulated() {
         return Ok(file);
     }
-    PartialFile::over(file, path)
+    PartialFile::over(file, path, builds)
 }
 
 /// What is at an image's path. Refuses what can't be an image.

@@ -12,6 +12,7 @@ use crate::catalog::control::{
 use crate::catalog::snapshot::Snapshot;
 use crate::error::{Error, ErrorKind, Result, invalid};
 use crate::format::{CONTROL_SLOT, Control, DecodeResult, RewindEntry, SAMPLES, Sample};
+use crate::history::point::Point;
 use crate::log::commit::Commit;
 use crate::medium::fetch_map::FetchMap;
 use crate::medium::file::{DataFile, Segment};
@@ -19,6 +20,7 @@ use crate::medium::filesystem::{self, OWNER, OpenMode, files};
 use crate::medium::holes::DataRanges;
 use crate::medium::lock::Access;
 use crate::medium::mark::{ImageMark, hex};
+use crate::offline::rewind::rewind_unready;
 
 /// Fewest segments that a restored log may have beside those it comes with.
 const SPARE_SEGMENTS: u64 = 8;
@@ -269,7 +271,8 @@ pub struct LogParts<'a> {
     /// The last record. Restores in place that directly follow it count, too, if `until` is not
     /// before them.
     pub last: Commit,
-    /// No restore in place after this LSN counts.
+    /// No restore in place after this LSN counts. Before `last`, it is what the disks are as of:
+    /// a batch comes as a whole.
     pub until: u64,
     /// Nor one after this time, in microseconds since 1970.
     pub until_us: u64,
@@ -316,6 +319,9 @@ pub fn write_segment(
 pub struct AssembledLog {
     log_dir: PathBuf,
     root: LogRoot,
+    images: Vec<PathBuf>,
+    /// What the disks are to be as of, if that is before the last record.
+    until: Option<Point>,
 }
 
 impl AssembledLog {
@@ -327,6 +333,8 @@ impl AssembledLog {
         Ok(Self {
             log_dir: log_dir.to_owned(),
             root: assembled(log_dir, parts)?,
+            images: parts.images.iter().map(|(_, path)| path.clone()).collect(),
+            until: (parts.until < parts.last.lsn).then_some(Point::Lsn(parts.until)),
         })
     }
 
@@ -335,8 +343,8 @@ impl AssembledLog {
         &self.root
     }
 
-    /// Syncs all segments, and writes the control file: the log is there when this has ended, and
-    /// not before.
+    /// Syncs all segments, and writes the control file: the log is there when this has ended. Before
+    /// its end a log may be there whose disks are newer than wanted; their images must not be ready.
     ///
     /// # Errors
     /// If the files can't be written, or there is a log already.
@@ -344,7 +352,13 @@ impl AssembledLog {
         for (_, path) in Segment::list(&*files(), &self.log_dir)? {
             sync_segment(&path)?;
         }
-        write_control(&self.log_dir, self.root.control)
+        write_control(&self.log_dir, self.root.control)?;
+        if let Some(until) = self.until {
+            for path in &self.images {
+                rewind_unready(path, &self.log_dir, until)?;
+            }
+        }
+        Ok(())
     }
 
     /// Syncs the segments with these numbers, which have changed, and takes the place of the log
@@ -458,7 +472,9 @@ fn rewinds(parts: &LogParts<'_>, checkpoint: u64) -> Vec<RewindEntry> {
     for rewind in parts.roots.iter().flat_map(|root| &root.control.rewinds) {
         let known = all.iter().any(|known| known.at == rewind.at);
         let (at, unix_us) = (rewind.at.get(), rewind.unix_us.get());
-        let counts = checkpoint < at && at <= parts.until && unix_us <= parts.until_us;
+        // One before the last record is not after the point, whatever the clock was.
+        let in_time = at <= parts.last.lsn || unix_us <= parts.until_us;
+        let counts = checkpoint < at && at <= parts.until && in_time;
         if counts && !known {
             all.push(*rewind);
         }

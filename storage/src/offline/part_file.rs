@@ -10,8 +10,9 @@ use rustix::io::Errno;
 
 use crate::error::{Error, ErrorKind, Result};
 use crate::medium::copying::NamedFile;
+use crate::medium::fetch_map::FetchMap;
 use crate::medium::file::{DataFile, ReadFile, size_error};
-use crate::medium::filesystem::{OpenMode, files};
+use crate::medium::filesystem::{OpenMode, files, is_simulated};
 use crate::medium::lock::{Access, Holder};
 use crate::medium::{filesystem, lock};
 
@@ -90,6 +91,10 @@ impl PartFile {
     fn open(target: &Path, mode: u32) -> Result<Self> {
         // If the target is a link, replace the file that it points to.
         let target = files().real_path(target).unwrap_or(target.to_path_buf());
+        // The chunks would be fetched over it.
+        if !is_simulated() {
+            FetchMap::refuse(&target)?;
+        }
         let mut path = target.clone().into_os_string();
         path.push(".walvisor-part");
         let path = PathBuf::from(path);

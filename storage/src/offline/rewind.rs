@@ -33,15 +33,24 @@ use crate::recovery::scan::FoundRecord;
 pub fn rewind_disk(path: &Path, log_dir: &Path, at: Point) -> Result<RewindReport> {
     let mut control = existing_log(log_dir, Access::Log)?;
     let base = OpenBase::open(&DiskOptions::new(path), Access::Write, log_dir, true)?;
+    rewind_now(&mut control, &base, log_dir, at)
+}
+
+/// As [`rewind_disk`], for a disk that this process brings back, and that nobody may open yet.
+pub(crate) fn rewind_unready(path: &Path, log_dir: &Path, at: Point) -> Result<RewindReport> {
+    let mut control = existing_log(log_dir, Access::Log)?;
+    let base = OpenBase::open_unready(path)?;
+    rewind_now(&mut control, &base, log_dir, at)
+}
+
+fn rewind_now(
+    control: &mut ControlFile,
+    base: &OpenBase,
+    log_dir: &Path,
+    at: Point,
+) -> Result<RewindReport> {
     let medium = directory(log_dir, EngineKind::Blocking);
-    rewind(
-        &medium,
-        log_dir,
-        &mut control,
-        &base,
-        at,
-        ClockReading::now(),
-    )
+    rewind(&medium, log_dir, control, base, at, ClockReading::now())
 }
 
 /// As [`rewind_disk`], for an open log, with the clocks at `now`.

@@ -299,7 +299,10 @@ impl View {
     fn of(base: OpenBase, log: Option<LocatedLog>) -> Result<Self> {
         let path = &base.options.path;
         let reader = files().open(path, OpenMode::Read);
-        let reader = reader.map_err(|error| Error::io("open the disk", path, error))?;
+        let mut reader = reader.map_err(|error| Error::io("open the disk", path, error))?;
+        if let Some(gate) = base.file.chunk_gate() {
+            reader = gate.guard(reader);
+        }
         let spill = match &log {
             Some(log) => Spill::of(&log.control, log.entry().id.get(), OpenMode::Read)?,
             None => None,

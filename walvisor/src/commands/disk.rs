@@ -320,6 +320,16 @@ fn check(disk: &DiskPath, threads: Threads, json: bool) -> Result<(), CommandErr
             faults.count(),
         )));
     }
+    if report.unfetched > 0 {
+        if json {
+            say!("{}", to_json(&disk.path, &disk.log(), &report));
+        }
+        return Err(CommandError::Failed(format!(
+            "{name}: not whole: 'walvisor archive restore' has still to fetch {} of the image; wait \
+             until it ends, or run it again if it was ended too early",
+            human_size(report.unfetched)
+        )));
+    }
     match (&report.log, json) {
         (_, true) => say!("{}", to_json(&disk.path, &disk.log(), &report)),
         (None, _) => say!(

@@ -8,7 +8,7 @@ use std::time::Duration;
 
 use rustix::process::Signal;
 use walvisor_testkit::nbd::{FLUSH, READ, RawClient, WRITE};
-use walvisor_testkit::process::{create, program, succeed};
+use walvisor_testkit::process::{create, program, succeed, text, walvisor};
 use walvisor_testkit::s3::S3;
 use walvisor_testkit::{Daemon, Process, Random};
 
@@ -243,6 +243,10 @@ fn a_disk_whose_chunks_do_not_come_is_written_and_mended() {
     client.flush(2);
     client.request(0, READ, 3, 5 * CHUNK * BLOCK as u64, BLOCK as u64);
     daemon.stop();
+    let check = walvisor(&elsewhere, "disk check restored/disk.img");
+    let unfetched = text(&check.stderr);
+    assert_eq!(check.status.code(), Some(1));
+    assert!(unfetched.contains("not whole"), "{unfetched}");
     let (mut daemon, mut client) = start();
     drop(serving);
     assert_eq!(read(&mut client, 5 * CHUNK), None);

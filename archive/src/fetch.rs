@@ -1,10 +1,12 @@
-//! Bringing a log back while its disks are in use already.
+//! Bringing a log back: its images chunk by chunk, before or after its log.
 //!
 //! ```text
-//!   fetch maps ─▶ the log, whole ─▶ ready ─▶ chunks of the images: those that requests wait for,
-//!                                            then those behind them
+//!   restore: fetch maps ─▶ chunks of the images ─▶ the log, whole ─▶ ready
+//!   serve:   fetch maps ─▶ the log, whole ─▶ ready ─▶ chunks: those that requests wait for,
+//!                                                     then those behind them
 //! ```
-//! The disks' owner, another process, asks for chunks by the images' [`FetchMap`]s.
+//! The disks' owner, another process, asks for chunks by the images' [`FetchMap`]s. Before a
+//! restore is ready nobody can open the disks; one that was ended goes on from what the maps say.
 
 use std::collections::{HashMap, HashSet};
 use std::fs::File;
@@ -29,11 +31,13 @@ use crate::object::{BaseHeader, BaseImage};
 use crate::remote::{AT_ONCE, Archive};
 use crate::restore::{
     Note, Plan, Progress, ReadyLog, RestoreReport, begin, fetch_chunk, image_paths, lock_directory,
-    log_dir_of, new_file, restored_disks,
+    log_dir_of, restored_disks,
 };
 
-/// Chunks that are written to an image before it is synced for them, unless a request waits.
+/// Chunks that are written to an image before it is synced for them, unless a request waits; and if
+/// none can wait.
 const UNSYNCED: usize = 8;
+const MOST_UNSYNCED: usize = 64;
 /// How often to try to lock a map, and how long to wait in between.
 const LOCK_TRIES: u32 = 20;
 const LOCK_PAUSE: Duration = Duration::from_millis(50);
@@ -46,16 +50,33 @@ const LONGEST_PAUSE: Duration = Duration::from_millis(if cfg!(test) { 20 } else 
 /// How often a chunk is asked for that is missing or wrong: it may be the answer that is wrong.
 const TRIES: u32 = 5;
 
-/// Restores as [`restore`](crate::restore) does, but the log first. `ready` is called once it is
-/// there: from then on the disks can be opened, read and written, while this goes on to fetch the
-/// images, and first what requests wait for. A store that does not answer is asked again, for as
-/// long as it takes. If this is ended, requests for what was not fetched fail, until another call
-/// with the same arguments goes on.
+/// Restores all disks of the archived log, and the log, to a new directory: as of `at`, and with
+/// the history since the base images. Nobody can open the disks before all is there. A restore that
+/// was killed is continued by another call with the same arguments: it fetches the log anew, but
+/// few chunks of an image twice.
 ///
 /// # Errors
-/// As [`restore`](crate::restore). [`ErrorKind::Damaged`] also if chunks are missing or wrong: all
-/// others are fetched first, and requests for these fail. [`ErrorKind::InUse`] if another process
-/// fetches to this directory.
+/// [`ErrorKind::NotFound`] if there is no archive, or no way to this point; the error says what can
+/// be reached. [`ErrorKind::Damaged`] if an object is missing or wrong: all other chunks are fetched
+/// first. [`ErrorKind::InvalidInput`] if something else is in the directory. [`ErrorKind::InUse`] if
+/// another process fetches to it.
+pub fn restore(
+    archive: &Archive,
+    dir: &Path,
+    at: Point,
+    progress: Progress<'_>,
+) -> Result<RestoreReport> {
+    fetch(archive, dir, at, None::<fn(&RestoreReport)>, progress)
+}
+
+/// Restores as [`restore`] does, but the log first. `ready` is called once it is there: from then
+/// on the disks can be opened, read and written, while this goes on to fetch the images, and first
+/// what requests wait for. A store that does not answer is asked again, for as long as it takes. If
+/// this is ended, requests for what was not fetched fail, until another call with the same
+/// arguments goes on.
+///
+/// # Errors
+/// As [`restore`]. Requests for chunks that are missing or wrong fail.
 pub fn serve(
     archive: &Archive,
     dir: &Path,
@@ -63,22 +84,39 @@ pub fn serve(
     ready: impl FnOnce(&RestoreReport) + Send,
     progress: Progress<'_>,
 ) -> Result<RestoreReport> {
+    fetch(archive, dir, at, Some(ready), progress)
+}
+
+/// As [`restore`]; with `ready`, as [`serve`].
+fn fetch<R: FnOnce(&RestoreReport) + Send>(
+    archive: &Archive,
+    dir: &Path,
+    at: Point,
+    ready: Option<R>,
+    progress: Progress<'_>,
+) -> Result<RestoreReport> {
     let _alone = lock_directory(dir)?;
     if let Some(unfinished) = UnfinishedRestore::find(archive, dir, &at)? {
         return unfinished.finish(ready, progress);
     }
     let plan = archive.block_on(Plan::find(archive, at))?;
-    let mut note = begin(archive, dir, &plan)?;
+    let begun = begin(archive, dir, &plan)?;
     let paths = image_paths(dir, &plan.base.images);
-    for ((image, path), done) in plan.base.images.iter().zip(&paths).zip(&note.chunks) {
-        new_file(path, image.bytes, *done > 0)?;
-        let has =
-            |chunk: usize| chunk < *done || image.chunks.get(chunk).is_none_or(Option::is_none);
-        FetchMap::create(path, image.bytes, plan.base.chunk_bytes, has)?;
+    for (image, path) in plan.base.images.iter().zip(&paths) {
+        if begun.goes_on && FetchMap::path_of(path).exists() {
+            continue;
+        }
+        let zeroes = |chunk: usize| image.chunks.get(chunk).is_none_or(Option::is_none);
+        FetchMap::create(path, image.bytes, plan.base.chunk_bytes, zeroes, false)?;
     }
-    let fetcher = Fetcher::new(archive, plan.lease.as_ref(), &plan.base, &paths)?;
+    let mut note = begun.note;
+    note.write(dir)?;
+    let fetcher = Fetcher {
+        persists: ready.is_some(),
+        ..Fetcher::new(archive, plan.lease.as_ref(), &plan.base, &paths)?
+    };
     let build = || {
-        let report = plan.build_log(dir, &paths, 0)?;
+        let report = plan.build_log(dir, &paths)?;
         note.ready = Some(ReadyLog {
             at: at.to_string(),
             commit: report.commit.into(),
@@ -87,7 +125,10 @@ pub fn serve(
         note.write(dir)?;
         Ok(report)
     };
-    fetcher.run(dir, build, ready, progress)
+    match ready {
+        Some(ready) => fetcher.log_first(dir, build, ready, progress),
+        None => fetcher.images_first(dir, build, progress),
+    }
 }
 
 /// A restore whose disks may be in use, and which was ended before it had all chunks.
@@ -131,9 +172,9 @@ impl<'a> UnfinishedRestore<'a> {
     }
 
     /// Fetches what is left. `ready` is called at once.
-    fn finish(
+    fn finish<R: FnOnce(&RestoreReport) + Send>(
         self,
-        ready: impl FnOnce(&RestoreReport) + Send,
+        ready: Option<R>,
         progress: Progress<'_>,
     ) -> Result<RestoreReport> {
         let paths = image_paths(&self.dir, &self.base.images);
@@ -144,8 +185,12 @@ impl<'a> UnfinishedRestore<'a> {
             log_bytes: self.ready.log_bytes,
             chunks: 0,
         };
-        let fetcher = Fetcher::new(self.archive, self.lease.as_ref(), &self.base, &paths)?;
-        fetcher.run(&self.dir, || Ok(report), ready, progress)
+        let fetcher = Fetcher {
+            persists: ready.is_some(),
+            ..Fetcher::new(self.archive, self.lease.as_ref(), &self.base, &paths)?
+        };
+        let ready = |report: &RestoreReport| ready.into_iter().for_each(|ready| ready(report));
+        fetcher.log_first(&self.dir, || Ok(report), ready, progress)
     }
 }
 
@@ -156,6 +201,8 @@ struct Fetcher<'a> {
     lease: Option<&'a Lease<'a>>,
     base: &'a BaseHeader,
     images: Vec<PartialImage<'a>>,
+    /// A store that does not answer is asked again, for as long as it takes.
+    persists: bool,
     /// Chunks are fetched for which no request waits.
     unasked: AtomicBool,
     stops: AtomicBool,
@@ -220,15 +267,30 @@ impl<'a> Fetcher<'a> {
             lease,
             base,
             images,
+            persists: false,
             unasked: AtomicBool::new(false),
             stops: AtomicBool::new(false),
             changed: Notify::new(),
         })
     }
 
+    /// Fetches the chunks, then lets `build` make the log. Ends the restore in `dir`.
+    fn images_first(
+        &self,
+        dir: &Path,
+        build: impl FnOnce() -> Result<RestoreReport>,
+        progress: Progress<'_>,
+    ) -> Result<RestoreReport> {
+        self.unasked.store(true, Ordering::Release);
+        let fetched = Lease::during(self.lease, self.fetch(progress));
+        let fetched = self.archive.block_on(fetched);
+        let chunks = self.keep_lease_of_failed(fetched)?;
+        self.end(dir, build()?, chunks)
+    }
+
     /// Fetches the chunks: while `build` makes the log, those that requests wait for, and then all.
     /// `ready` is called in between. Ends the restore in `dir`.
-    fn run(
+    fn log_first(
         &self,
         dir: &Path,
         build: impl FnOnce() -> Result<RestoreReport> + Send,
@@ -262,16 +324,26 @@ impl<'a> Fetcher<'a> {
             self.stops.store(true, Ordering::Release);
             (builder.join(), fetched)
         });
-        let mut report = built.unwrap_or_else(|panic| std::panic::resume_unwind(panic))?;
-        report.chunks = fetched.inspect_err(|_| {
-            // Another call goes on, and needs the same chunks.
+        let report = built.unwrap_or_else(|panic| std::panic::resume_unwind(panic))?;
+        let chunks = self.keep_lease_of_failed(fetched)?;
+        self.end(dir, report, chunks)
+    }
+
+    /// Another call goes on with what has failed, and needs the same chunks.
+    fn keep_lease_of_failed<T>(&self, fetched: Result<T>) -> Result<T> {
+        fetched.inspect_err(|_| {
             let _ = self.lease.map(Lease::keep);
-        })?;
+        })
+    }
+
+    /// All is there: the note says so since the log is, so that a call after a kill does nothing but
+    /// this.
+    fn end(&self, dir: &Path, report: RestoreReport, chunks: u64) -> Result<RestoreReport> {
         for image in &self.images {
             FetchMap::remove(image.path)?;
         }
         Note::remove(dir)?;
-        Ok(report)
+        Ok(RestoreReport { chunks, ..report })
     }
 
     /// Tells the owner of an image's disk that somebody fetches, and passes on what it asks for.
@@ -308,7 +380,12 @@ impl<'a> Fetcher<'a> {
                 (asks, asked) = (asks_now, self.asked());
             }
             let waited_for = written.iter().any(|chunk| self.is_asked(*chunk));
-            if waited_for || written.len() >= UNSYNCED || requests.is_empty() {
+            let most = if self.persists {
+                UNSYNCED
+            } else {
+                MOST_UNSYNCED
+            };
+            if waited_for || written.len() >= most || requests.is_empty() {
                 passed += self.settle(&written)?;
                 progress(passed, total);
                 for chunk in written.drain(..) {
@@ -351,7 +428,7 @@ impl<'a> Fetcher<'a> {
                     fetched += 1;
                     pause = FIRST_PAUSE;
                 }
-                Err(error) if error.kind() == ErrorKind::Unavailable => {
+                Err(error) if error.kind() == ErrorKind::Unavailable && self.persists => {
                     if pause == FIRST_PAUSE {
                         tracing::warn!("{error}; trying again, and requests that need it wait");
                     }

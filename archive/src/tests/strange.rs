@@ -1,0 +1,367 @@
+//! Stores and clocks that are not as they should be: what is whole is used, and what is not is named.
+
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+
+use object_store::memory::InMemory;
+use walvisor_storage::{DiskOptions, Point, Retention, Store, create_disk};
+
+use super::faulty::FaultyStore;
+use super::{
+    AT_ONCE, Bench, archive_in, bytes_of, copied_four_times, copies, copy_images, expire_before,
+    mark, often, options, reachable, settle, uploader, write,
+};
+use crate::error::{Error, ErrorKind, Result};
+use crate::expire::{DAY_US, Lease};
+use crate::layout::{self, ObjectId};
+use crate::lineage::{Catalog, read_base, read_part};
+use crate::object::{self, BaseHeader, Header, Moment, PartHeader, note_clock};
+use crate::remote::{Archive, CreateOutcome};
+use crate::restore::RestoreReport;
+use crate::survey::survey;
+use crate::uploader::{UploadOptions, Uploader, now_us};
+
+/// The newest manifest.
+fn newest_base(archive: &Archive) -> ObjectId {
+    let catalog = archive.block_on(Catalog::read(archive)).unwrap();
+    *catalog.bases.last().unwrap()
+}
+
+/// Changes an object's header.
+fn change<H: Header>(archive: &Archive, name: &str, change: impl FnOnce(&mut H)) {
+    let bytes = archive.block_on(archive.need(name)).unwrap();
+    let (mut header, body) = object::open::<H>(name, &bytes).unwrap();
+    change(&mut header);
+    let sealed = object::seal(&header, &body).unwrap();
+    archive.block_on(archive.put(name, &sealed.into())).unwrap();
+}
+
+fn flip(archive: &Archive, name: &str) {
+    let mut bytes = archive.block_on(archive.need(name)).unwrap().to_vec();
+    let at = bytes.len() / 2;
+    bytes[at] ^= 1;
+    archive.block_on(archive.put(name, &bytes.into())).unwrap();
+}
+
+fn newest(bench: &Bench, archive: &Archive) -> Result<(tempfile::TempDir, RestoreReport)> {
+    bench.restore(archive, Point::Newest)
+}
+
+fn told<T>(result: Result<T>) -> String {
+    result.err().expect("refused").to_string()
+}
+
+/// Everything is in the images, and the log has no batch from which to tell its time.
+#[test]
+fn images_whose_time_is_unknown_are_not_of_all_times() {
+    let (bench, archive, store) = Bench::in_use(Retention::Nothing);
+    let before = now_us();
+    write(&store.disks()[0], 0, 1, 1);
+    store.close().unwrap();
+    settle(&mut uploader(&archive, &bench));
+    let (base, _) = archive
+        .block_on(read_base(&archive, newest_base(&archive)))
+        .unwrap();
+    assert_eq!(base.exact.unix_us, 0);
+    let told = told(bench.restore(&archive, Point::Time(before)));
+    assert!(told.contains("nothing in the archive leads to"), "{told}");
+    assert_eq!(bench.bytes_at(&archive, Point::Time(now_us()))[0], 1);
+}
+
+/// The log was written for a while with the clock ahead: a time is that of the last record up to
+/// it, as in the log.
+#[test]
+fn a_time_is_that_of_the_last_record_up_to_it() {
+    let records = [10, 20, 500, 510, 30, 40, 900, 60, 35];
+    let mut part: PartHeader = serde_json::from_str(
+        r#"{"at":{"epoch":1,"number":1},"writer":"","first":null,
+            "last":{"lsn":0,"cid":0,"unix_us":0},"pieces":[],"end":null,"root_len":0,
+            "root_at":{"epoch":1,"number":1},"segments":[],"rewind_marks":[],"made_us":0}"#,
+    )
+    .unwrap();
+    for count in 1..=records.len() {
+        part.set_back.clear();
+        let mut last = part.last;
+        for (lsn, unix_us) in (1..).zip(records).take(count) {
+            let next = Moment {
+                lsn,
+                cid: lsn,
+                unix_us,
+            };
+            note_clock(&mut part.set_back, last, next);
+            last = next;
+        }
+        for at in 0..=1000 {
+            let known = part.before(Point::Time(at));
+            let mut rest = (1..).zip(records).take(count);
+            let cut = rest.find(|(lsn, unix_us)| *lsn > known && *unix_us > at);
+            let reached = cut.map_or(count as u64, |(lsn, _)| lsn - 1);
+            let up_to = records.iter().take(count).rposition(|time| *time <= at);
+            assert_eq!(reached, up_to.map_or(0, |at| at as u64 + 1), "{count} {at}");
+        }
+    }
+    assert_eq!(part.before(Point::Newest), 0);
+}
+
+/// The copies' times are those of a clock that was ahead.
+#[test]
+fn images_are_copied_again_after_a_time_with_the_clock_ahead() {
+    let (bench, archive, store) = Bench::in_use(Retention::Nothing);
+    write(&store.disks()[0], 0, 1, 1);
+    settle(&mut uploader(&archive, &bench));
+    let name = layout::base(newest_base(&archive));
+    change(&archive, &name, |base: &mut BaseHeader| {
+        base.made_us += 10 * DAY_US;
+    });
+    let mut up = uploader(&archive, &bench);
+    while copies(&archive) == 1 {
+        up.tick().unwrap();
+    }
+    settle(&mut up);
+    assert_eq!(copies(&archive), 2);
+}
+
+/// However short the time between two copies is: a push ends.
+#[test]
+fn copies_of_the_images_leave_time_for_the_log() {
+    let (bench, archive, store) = Bench::in_use(Retention::Nothing);
+    write(&store.disks()[0], 0, 1, 1);
+    mark(&store.disks()[0]);
+    let mut up = Uploader::new(&archive, &bench.log(), often()).unwrap();
+    settle(&mut up);
+}
+
+/// An expire has listed the chunks before a push has sent one of them again.
+#[test]
+fn images_count_once_all_their_chunks_are_certainly_there() {
+    let (bench, archive, store) = Bench::in_use(Retention::Nothing);
+    write(&store.disks()[0], 0, 1, 128);
+    store.disks()[0].checkpoint().unwrap();
+    let notice = layout::expiring("1");
+    let text = "{}".into();
+    archive.block_on(archive.put(&notice, &text)).unwrap();
+    let mut up = uploader(&archive, &bench);
+    while copies(&archive) == 0 {
+        assert!(!up.tick().unwrap().restorable);
+    }
+    assert!(!up.tick().unwrap().restorable);
+    // What that expire was about to do.
+    let chunks = archive.block_on(archive.list(layout::CHUNKS)).unwrap();
+    archive.block_on(archive.remove(&chunks[0].name)).unwrap();
+    archive.block_on(archive.remove(&notice)).unwrap();
+    settle(&mut up);
+    assert_eq!(bench.bytes_at(&archive, Point::Newest)[0], 1);
+    // Nothing leads to the images that lacked it.
+    assert_eq!(copies(&archive), 1);
+}
+
+/// `push` makes the archive whole again.
+#[test]
+fn chunks_that_the_store_has_lost_are_sent_again() {
+    let (bench, archive, store) = Bench::in_use(Retention::Nothing);
+    write(&store.disks()[0], 0, 1, 128);
+    store.disks()[0].checkpoint().unwrap();
+    mark(&store.disks()[0]);
+    settle(&mut uploader(&archive, &bench));
+    let chunks = archive.block_on(archive.list(layout::CHUNKS)).unwrap();
+    archive.block_on(archive.remove(&chunks[0].name)).unwrap();
+    assert!(newest(&bench, &archive).is_err());
+    let mut up = uploader(&archive, &bench);
+    up.tick().unwrap();
+    let why = up.take_reason().unwrap();
+    assert!(why.contains("has lost 1 chunks"), "{why}");
+    settle(&mut up);
+    assert_eq!(bench.bytes_at(&archive, Point::Newest)[0], 1);
+    // A push that goes on sees the loss when it copies the images again.
+    let chunks = archive.block_on(archive.list(layout::CHUNKS)).unwrap();
+    archive.block_on(archive.remove(&chunks[0].name)).unwrap();
+    copy_images(&bench, &archive);
+    settle(&mut uploader(&archive, &bench));
+    assert_eq!(bench.bytes_at(&archive, Point::Newest)[0], 1);
+}
+
+/// In a directory, what can be read back may be in the page cache only.
+#[test]
+fn an_object_whose_sync_has_failed_is_not_there() {
+    let store = Arc::new(FaultyStore::new(Arc::default(), 0, 0));
+    let mut archive = archive_in(store.clone());
+    let create = |archive: &Archive, name: &str, failures: u64| {
+        store.unsynced.store(failures, Ordering::Relaxed);
+        let created = archive.block_on(archive.create(name, &"bytes".into()));
+        store.unsynced.store(0, Ordering::Relaxed);
+        created
+    };
+    assert_eq!(create(&archive, "one", 1).unwrap(), CreateOutcome::Done);
+    archive.cached = true;
+    let failed = create(&archive, "two", u64::MAX).unwrap_err();
+    assert_eq!(failed.kind(), ErrorKind::Unavailable);
+    // Once it was written again, and that has not failed, it is.
+    assert_eq!(create(&archive, "two", 1).unwrap(), CreateOutcome::Done);
+    assert_eq!(create(&archive, "three", 1).unwrap(), CreateOutcome::Done);
+}
+
+#[test]
+fn a_prefix_may_have_any_characters() {
+    for prefix in ["a~b", "ü/log", "a#b", "a//b", "a%20b", "a b/"] {
+        let bench = Bench::new(&["a"], Retention::Nothing);
+        let memory: Arc<InMemory> = Arc::default();
+        let archive = Archive::over(memory, prefix.into(), "memory".into(), true).unwrap();
+        copy_images(&bench, &archive);
+        copy_images(&bench, &archive);
+        let first = ObjectId {
+            epoch: 1,
+            number: 1,
+        };
+        let lease = archive.block_on(Lease::take(&archive, first)).unwrap();
+        assert_eq!(expire_before(&archive, now_us(), 0, AT_ONCE).bases, 0);
+        drop(lease);
+        assert_eq!(expire_before(&archive, now_us(), 0, AT_ONCE).bases, 1);
+        assert_eq!(copies(&archive), 1, "{prefix}");
+        settle(&mut uploader(&archive, &bench));
+        newest(&bench, &archive).unwrap();
+    }
+}
+
+#[test]
+fn what_is_whole_is_used_beside_what_is_damaged() {
+    let (bench, archive, store, commits) = copied_four_times();
+    let broken = layout::base(newest_base(&archive));
+    flip(&archive, &broken);
+    // Older images lead there too.
+    assert_eq!(reachable(&bench, &archive, &commits), [1, 2, 3, 4]);
+    assert_eq!(survey(&archive).unwrap().spans[0].bases.len(), 3);
+    settle(&mut uploader(&archive, &bench));
+    // It may name any chunk.
+    let gone = expire_before(&archive, commits[3].0.unix_us, 0, AT_ONCE);
+    assert!(gone.bases > 0 && gone.chunks == 0, "{gone:?}");
+    archive.block_on(archive.remove(&broken)).unwrap();
+    let gone = expire_before(&archive, commits[3].0.unix_us, 0, AT_ONCE);
+    assert!(gone.chunks > 0, "{gone:?}");
+    // A claim: the archive begins anew there.
+    flip(&archive, &layout::epoch(2));
+    assert!(!survey(&archive).unwrap().spans.is_empty());
+    write(&store.disks()[0], 0, 9, 1);
+    mark(&store.disks()[0]);
+    settle(&mut uploader(&archive, &bench));
+    assert_eq!(bench.bytes_at(&archive, Point::Newest)[0], 9);
+}
+
+#[test]
+fn a_store_that_says_anything_is_bounded() {
+    let (bench, archive, _store) = Bench::in_use(Retention::Nothing);
+    settle(&mut uploader(&archive, &bench));
+    // An epoch of a far future.
+    let claim = archive.block_on(archive.need(&layout::epoch(1))).unwrap();
+    for far in [u64::MAX, 1 << 60] {
+        let name = layout::epoch(far);
+        archive.block_on(archive.put(&name, &claim)).unwrap();
+        survey(&archive).unwrap();
+        archive.block_on(archive.remove(&name)).unwrap();
+    }
+    // Every object is there.
+    let mut has_all = FaultyStore::new(bench.store.clone(), 0, 0);
+    has_all.has_all = true;
+    let error = survey(&archive_in(Arc::new(has_all))).unwrap_err();
+    assert!(error.to_string().contains("list lacks it"), "{error}");
+    // A list without end.
+    archive.block_on(async {
+        for number in 0..20_001 {
+            let name = format!("{}/{number}", layout::LEASES);
+            archive.put(&name, &"".into()).await.unwrap();
+        }
+        let error = archive.list(layout::LEASES).await.unwrap_err();
+        assert!(error.to_string().contains("or no end"), "{error}");
+    });
+}
+
+#[test]
+fn a_manifest_or_a_part_of_impossible_numbers_is_damaged() {
+    let (bench, archive, _store) = Bench::in_use(Retention::All);
+    settle(&mut uploader(&archive, &bench));
+    let at = newest_base(&archive);
+    let name = layout::base(at);
+    let whole = archive.block_on(archive.need(&name)).unwrap();
+    let changes: [fn(&mut BaseHeader); 5] = [
+        |base| base.chunk_bytes = 0,
+        |base| base.chunk_bytes = 8 << 40,
+        |base| base.images[0].bytes += 64 << 10,
+        |base| drop(base.images[0].chunks.pop()),
+        |base| base.images[0].chunks[0] = Some("..".repeat(32)),
+    ];
+    for (number, changed) in changes.into_iter().enumerate() {
+        change(&archive, &name, changed);
+        let read = archive.block_on(read_base(&archive, at));
+        let kind = read.map(drop).unwrap_err().kind();
+        assert_eq!(kind, ErrorKind::Damaged, "{number}");
+        assert!(newest(&bench, &archive).is_err(), "{number}");
+        archive.block_on(archive.put(&name, &whole)).unwrap();
+    }
+    newest(&bench, &archive).unwrap();
+    let first = ObjectId {
+        epoch: 1,
+        number: 1,
+    };
+    change(&archive, &layout::part(first), |part: &mut PartHeader| {
+        let piece = object::PartPiece {
+            sequence: 1,
+            offset: 0,
+            len: u64::MAX / 2 + 1,
+        };
+        part.pieces = vec![piece; 4];
+    });
+    let read = archive.block_on(read_part(&archive, first));
+    assert_eq!(read.map(drop).unwrap_err().kind(), ErrorKind::Damaged);
+}
+
+/// Names in an archive are text for people, and for a terminal nothing else.
+#[test]
+fn escape_sequences_do_not_reach_a_terminal() {
+    let (bench, archive, _store) = Bench::in_use(Retention::Nothing);
+    settle(&mut uploader(&archive, &bench));
+    let evil = "\x1b]0;owned\x07";
+    change(
+        &archive,
+        &layout::base(newest_base(&archive)),
+        |base: &mut BaseHeader| {
+            base.images[0].name = evil.to_owned();
+        },
+    );
+    let name = layout::epoch(1);
+    let claim = archive.block_on(archive.need(&name)).unwrap();
+    let mut claim: serde_json::Value = serde_json::from_slice(&claim).unwrap();
+    (claim["owner"], claim["host"]) = (evil.into(), "elsewhere".into());
+    let claim = claim.to_string().into();
+    archive.block_on(archive.put(&name, &claim)).unwrap();
+    let survey = survey(&archive).unwrap();
+    let seen = format!("{} {}", survey.owner, survey.spans[0].bases[0].images[0].0);
+    let error = Error::new(ErrorKind::Local, evil).to_string();
+    for text in [seen, error] {
+        assert!(!text.chars().any(char::is_control), "{text:?}");
+    }
+}
+
+/// A disk whose name is that of the log's directory.
+#[test]
+fn a_disk_named_log_comes_back_beside_another() {
+    let bench = Bench::new(&["other"], Retention::Nothing);
+    let place = bench.dir.path().join("place");
+    std::fs::create_dir(&place).unwrap();
+    let named = place.join("log");
+    create_disk(&named, 64 << 10, &bench.log(), &options(Retention::Nothing)).unwrap();
+    let disks = [
+        DiskOptions::new(bench.disk("other")),
+        DiskOptions::new(named),
+    ];
+    let store = Store::open(&bench.log(), &disks, &options(Retention::Nothing)).unwrap();
+    write(&store.disks()[1], 0, 5, 1);
+    mark(&store.disks()[1]);
+    let archive = bench.archive();
+    settle(&mut Uploader::new(&archive, &bench.log(), UploadOptions::default()).unwrap());
+    let (_dir, back) = newest(&bench, &archive).unwrap();
+    let images: Vec<_> = back
+        .disks
+        .iter()
+        .map(|disk| bytes_of(&disk.path, &back.log_dir)[0])
+        .collect();
+    assert_eq!(images, [0, 5]);
+}
