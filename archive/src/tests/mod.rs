@@ -487,6 +487,35 @@ fn a_disk_that_grows_is_as_large_when_it_comes_back() {
     assert_eq!(up.epoch(), 1);
 }
 
+/// Between two pushes the disk is cut, and grows again.
+#[test]
+fn bytes_that_were_cut_off_do_not_come_back() {
+    for restarts in [false, true] {
+        let (bench, archive, store) = Bench::in_use(Retention::Nothing);
+        write(&store.disks()[0], SECTORS - 1, 4, 1);
+        mark(&store.disks()[0]);
+        let mut up = uploader(&archive, &bench);
+        settle(&mut up);
+        store.close().unwrap();
+        settle(&mut up);
+        let (disk, log) = (bench.disk("a"), bench.log());
+        for size in [SECTORS / 2, SECTORS] {
+            walvisor_storage::resize_disk(&disk, size * 512, &log, true, &[]).unwrap();
+        }
+        if restarts {
+            drop(up);
+            up = uploader(&archive, &bench);
+        }
+        settle(&mut up);
+        let bytes = bench.bytes_at(&archive, Point::Newest);
+        assert_eq!(
+            (bytes.len() as u64, bytes.last()),
+            (SECTORS * 512, Some(&0)),
+            "{restarts}"
+        );
+    }
+}
+
 #[test]
 fn a_disk_that_comes_to_the_log_is_archived_from_then_on() {
     let bench = Bench::new(&["a"], Retention::All);

@@ -267,7 +267,24 @@ impl Control {
                 "the log's control file has no room to record that an image is failing".to_owned(),
             )
         })?;
-        image.spilled = U32::new(u32::from(spilled));
+        image.spilled = U16::new(u16::from(spilled));
+        Ok(())
+    }
+
+    /// How often a disk was cut to a smaller size.
+    pub(crate) fn cuts(&self, disk_id: u32) -> u16 {
+        self.image(disk_id).map_or(0, |image| image.cuts.get())
+    }
+
+    /// Records that a disk is cut to a smaller size, for whoever copies the log and the image.
+    ///
+    /// # Errors
+    /// If there is no room for the entry.
+    pub(crate) fn note_cut(&mut self, disk_id: u32) -> Result<()> {
+        let image = self.image_mut(disk_id).ok_or_else(|| {
+            invalid("the log's control file has no room to record that a disk is cut".to_owned())
+        })?;
+        image.cuts = U16::new(image.cuts.get().wrapping_add(1));
         Ok(())
     }
 

@@ -223,7 +223,10 @@ pub(crate) struct ImageEntry {
     /// The disk's number.
     pub disk_id: U32,
     /// 1 if the image lacks bytes that are in the disk's spill file, else 0.
-    pub spilled: U32,
+    pub spilled: U16,
+    /// How often the disk was cut to a smaller size, modulo 65,536: nothing that was behind has come
+    /// back, whatever the size is now.
+    pub cuts: U16,
     /// The disk has no past before this LSN: it was not on the log, or had another image. 0: no
     /// limit.
     pub since_lsn: U64,
@@ -563,7 +566,7 @@ mod tests {
         }
         let mut spilled = control(2, vec![rewind(3, 10)]);
         spilled.images.push(ImageEntry {
-            spilled: U32::new(1),
+            spilled: U16::new(1),
             ..ImageEntry::new_zeroed()
         });
         assert_eq!(version(&spilled.encode()), 6);

@@ -185,8 +185,8 @@ impl LogRoot {
             };
             if disk.disk != old.disk {
                 return Some(format!("{path} is another disk"));
-            } else if disk.size < old.size {
-                return Some(format!("{path} has become smaller"));
+            } else if disk.size < old.size || self.control.cuts(id) != before.control.cuts(id) {
+                return Some(format!("{path} was cut to a smaller size"));
             } else if disk.void_lsn != old.void_lsn {
                 return Some(format!("records of {path} were discarded"));
             } else if self.control.since(id) != before.control.since(id) {
@@ -422,7 +422,7 @@ fn assembled(log_dir: &Path, parts: &LogParts<'_>) -> Result<LogRoot> {
         snapshot.saved = U32::new(0);
     }
     for image in &mut control.images {
-        (image.spilled, image.written) = (U32::new(0), U64::new(0));
+        (image.spilled, image.written) = (U16::new(0), U64::new(0));
     }
     for entry in &mut control.disks {
         entry.samples = [Sample::new_zeroed(); SAMPLES];

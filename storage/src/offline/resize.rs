@@ -80,6 +80,9 @@ pub fn resize_disk(
     (entry.size, entry.resizing) = (U64::new(smaller), 1);
     entry.cut_samples(smaller);
     let disk_id = entry.id.get();
+    if size < old_size {
+        control.control.note_cut(disk_id)?;
+    }
     // Changing the length counts as a write.
     control.control.set_written(disk_id, 0);
     if !planted(Mutant::ResizeUnannounced) {
