@@ -4,6 +4,9 @@
 //! part after which the epoch's own parts follow. Whatever an earlier writer still adds to its own
 //! epoch behind that part, nobody reads.
 
+use std::fs::File;
+use std::path::Path;
+
 use bytes::Bytes;
 use serde::{Deserialize, Serialize};
 
@@ -11,6 +14,9 @@ use crate::error::{Error, ErrorKind, Result, printable};
 use crate::layout::{self, ObjectId};
 use crate::object;
 use crate::remote::{Archive, CreateOutcome};
+
+/// The file in a log's directory that says which copy of the log it is.
+const COPY: &str = "copy";
 
 /// The claim of an epoch.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -22,6 +28,10 @@ pub(crate) struct Claim {
     pub owner: String,
     /// The writer's machine.
     pub host: String,
+    /// Which copy of the log it has, if that came from an archive: a machine may have several, and
+    /// two machines may have the same name.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub copy: Option<String>,
     /// The last part before this epoch's own; none: the epoch begins with a base of its own.
     pub after: Option<ObjectId>,
     /// Whether a replica was promoted with it: then the log that it follows is no more, whether or
@@ -30,6 +40,70 @@ pub(crate) struct Claim {
     pub promoted: bool,
     /// When it was claimed, by the writer's clock.
     pub made_us: u64,
+}
+
+/// A copy of a log: on which machine, and which one there.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct LogCopy {
+    pub host: String,
+    /// `None`: it did not come from an archive.
+    pub copy: Option<String>,
+}
+
+impl LogCopy {
+    /// The one in a log's directory.
+    ///
+    /// # Errors
+    /// If what is noted there can't be read.
+    pub(crate) fn at(log_dir: &Path) -> Result<Self> {
+        let path = log_dir.join(COPY);
+        let copy = match std::fs::read_to_string(&path) {
+            Ok(text) => Some(text.trim().to_owned()),
+            Err(error) if error.kind() == std::io::ErrorKind::NotFound => None,
+            Err(error) => return Err(Error::local("read", &path, error)),
+        };
+        Ok(Self { host: host(), copy })
+    }
+
+    /// Notes in a log's directory that it is a copy of its own.
+    ///
+    /// # Errors
+    /// If that can't be written.
+    pub(crate) fn begin(log_dir: &Path) -> Result<()> {
+        let path = log_dir.join(COPY);
+        let write = |random: String| {
+            std::fs::write(&path, random)?;
+            File::open(&path)?.sync_all()?;
+            File::open(log_dir)?.sync_all()
+        };
+        write(random()?).map_err(|error| Error::local("write", &path, error))
+    }
+
+    /// Whether a claim is of this copy.
+    pub(crate) fn has_claimed(&self, claim: &Claim) -> bool {
+        (&claim.host, &claim.copy) == (&self.host, &self.copy)
+    }
+}
+
+/// A random number, in hex.
+pub(crate) fn random() -> Result<String> {
+    let read = || {
+        let mut bytes = [0; 16];
+        std::io::Read::read_exact(&mut File::open("/dev/urandom")?, &mut bytes)?;
+        Ok(bytes)
+    };
+    let bytes: [u8; 16] =
+        read().map_err(|error| Error::local("read", Path::new("/dev/urandom"), error))?;
+    Ok(object::hex(&bytes))
+}
+
+/// This machine's name.
+fn host() -> String {
+    let host = std::fs::read_to_string("/proc/sys/kernel/hostname").unwrap_or_default();
+    match host.trim() {
+        "" => "a machine without a name".to_owned(),
+        host => host.to_owned(),
+    }
 }
 
 impl Claim {
@@ -45,6 +119,7 @@ impl Claim {
                 writer: String::new(),
                 owner: "a writer whose claim is damaged".to_owned(),
                 host: String::new(),
+                copy: None,
                 after: None,
                 promoted: false,
                 made_us: 0,

@@ -27,12 +27,13 @@ use futures_util::future::{Either, select};
 use serde::{Deserialize, Serialize};
 use walvisor_storage::Commit;
 
+use crate::epoch::random;
 use crate::error::{Error, Result};
 use crate::layout::{self, ObjectId};
 use crate::lineage::{Catalog, Lineage, read_part, whole_base};
 use crate::object::{self, BaseHeader, Moment};
 use crate::remote::{Archive, ListEntry};
-use crate::uploader::{now_us, random};
+use crate::uploader::now_us;
 
 /// Microseconds of a day.
 pub(crate) const DAY_US: u64 = 24 * 3600 * 1_000_000;
@@ -239,6 +240,7 @@ async fn remove_old(
                 archive.put(notice, &Bytes::from_static(NOTICE)).await?;
             }
         }
+        archive.remove_unfinished(sent_before)?;
     }
     Ok(report)
 }

@@ -17,7 +17,7 @@ use walvisor_storage::{
     write_segment,
 };
 
-use crate::epoch::{self, Claim};
+use crate::epoch::{self, Claim, LogCopy, random};
 use crate::error::{Error, ErrorKind, Result};
 use crate::layout::{self, ObjectId};
 use crate::lineage::{Catalog, find_part, read_base, read_part};
@@ -27,7 +27,7 @@ use crate::restore::{
     LogReader, Plan, Progress, REPLICA_NOTE, RestoredDisk, clear_log, fetch_chunk, image_paths,
     log_dir_of, refuse_occupied, restored_disks, write_note,
 };
-use crate::uploader::{host, now_us, random};
+use crate::uploader::now_us;
 
 /// The archive is searched for newer images after this time.
 const SEARCH: Duration = Duration::from_secs(if cfg!(test) { 0 } else { 600 });
@@ -35,6 +35,8 @@ const SEARCH: Duration = Duration::from_secs(if cfg!(test) { 0 } else { 600 });
 const LOST_SEARCH: Duration = Duration::from_secs(if cfg!(test) { 0 } else { 10 });
 /// Most parts that are taken at once, of 8 MiB or so each.
 const TICK_PARTS: usize = 16;
+/// Most ticks of a replica before it takes the archive from a host that still writes.
+const MOST_STEPS: usize = 64;
 /// The replica notes how far its images are after so many chunks.
 const NOTED_CHUNKS: usize = 64;
 
@@ -173,6 +175,11 @@ impl<'a> Replica<'a> {
         Ok(replica)
     }
 
+    /// Whether a replica is in a directory.
+    pub fn is_at(dir: &Path) -> bool {
+        dir.join(REPLICA_NOTE).exists()
+    }
+
     /// The log's directory.
     pub fn log_dir(&self) -> &Path {
         &self.log_dir
@@ -253,7 +260,11 @@ impl<'a> Replica<'a> {
     /// As [`tick`](Self::tick). It stays a replica then; say it again.
     pub fn promote(mut self) -> Result<Promotion> {
         let left_behind = loop {
-            while !self.step(true)?.caught_up {}
+            // A busy host sends parts for ever. Once it has lost the archive, the rest is taken.
+            let mut steps = 1;
+            while !self.step(steps == 1)?.caught_up && steps < MOST_STEPS {
+                steps += 1;
+            }
             match self.claim() {
                 // Somebody else came first.
                 Err(error) if error.kind() == ErrorKind::Fenced => {}
@@ -275,7 +286,7 @@ impl<'a> Replica<'a> {
         let catalog = self.archive.block_on(Catalog::read(self.archive))?;
         let newest = catalog.newest().map_or(0, |newest| newest.epoch);
         let follows = catalog.newest().and_then(|newest| newest.after);
-        let host = host();
+        let LogCopy { host, copy } = LogCopy::at(&self.log_dir)?;
         for epoch in newest + 1.. {
             let claim = Claim {
                 epoch,
@@ -285,12 +296,20 @@ impl<'a> Replica<'a> {
                     std::process::id()
                 ),
                 host: host.clone(),
+                copy: copy.clone(),
                 after: Some(self.at),
                 promoted: true,
                 made_us: now_us(),
             };
             self.archive.block_on(epoch::claim(self.archive, &claim))?;
             let mut late = self.parts_behind(self.at)?;
+            let mut taken = false;
+            // All that it lacks, before the next claim: there may be very much.
+            while newest == self.at.epoch && late.len() == TICK_PARTS {
+                taken = true;
+                self.take(late)?;
+                late = self.parts_behind(self.at)?;
+            }
             if newest > self.at.epoch
                 && let Some(follows) = follows.filter(|part| part.epoch == self.at.epoch)
             {
@@ -307,7 +326,7 @@ impl<'a> Replica<'a> {
                     return Ok(true);
                 }
             }
-            if late.is_empty() {
+            if late.is_empty() && !taken {
                 break;
             }
             self.take(late)?;
@@ -376,6 +395,7 @@ impl<'a> Replica<'a> {
             FetchMap::create(path, image.bytes, chunk_bytes, |_| false, true)?;
         }
         clear_log(&self.log_dir)?;
+        LogCopy::begin(&self.log_dir)?;
         self.fetch_images(plan, progress)?;
         self.note.complete = true;
         self.write_note()?;

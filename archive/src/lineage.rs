@@ -12,7 +12,7 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use walvisor_storage::LogRoot;
 
-use crate::epoch::Claim;
+use crate::epoch::{Claim, LogCopy};
 use crate::error::{Error, ErrorKind, Result};
 use crate::layout::{self, ObjectId};
 use crate::object::{self, BaseHeader, PartHeader};
@@ -149,11 +149,11 @@ impl Catalog {
         self.claims.values().next_back()
     }
 
-    /// The newest claim by which a replica was promoted on another machine, after the last claim
-    /// of this one.
-    pub(crate) fn promoted_since(&self, host: &str) -> Option<&Claim> {
+    /// The newest claim by which a replica was promoted, after the last claim of this copy of the
+    /// log.
+    pub(crate) fn promoted_since(&self, copy: &LogCopy) -> Option<&Claim> {
         let newest = self.claims.values().rev();
-        let mut since = newest.take_while(|claim| claim.host != host);
+        let mut since = newest.take_while(|claim| !copy.has_claimed(claim));
         since.find(|claim| claim.promoted)
     }
 
@@ -332,6 +332,7 @@ mod tests {
             writer: String::new(),
             owner: String::new(),
             host: String::new(),
+            copy: None,
             after: after.map(place),
             promoted: false,
             made_us: 0,

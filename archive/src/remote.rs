@@ -5,10 +5,10 @@
 //! answer is settled by reading what is there.
 
 use std::future::Future;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::time::Duration;
+use std::time::{Duration, UNIX_EPOCH};
 
 use bytes::Bytes;
 use futures_util::{StreamExt, TryStreamExt, stream};
@@ -44,6 +44,7 @@ pub struct Archive {
     shown: String,
     /// What can be read may not be durable: the store is a directory.
     pub(crate) cached: bool,
+    directory: Option<PathBuf>,
     pub(crate) fencing: bool,
     runtime: Runtime,
     counters: Counters,
@@ -106,6 +107,7 @@ impl Archive {
         };
         Ok(Self {
             cached: url.directory().is_some(),
+            directory: url.directory().map(Path::to_owned),
             ..Self::over(store, prefix, url.to_string(), url.fencing)?
         })
     }
@@ -129,6 +131,7 @@ impl Archive {
             prefix: Key::from(prefix),
             shown,
             cached: false,
+            directory: None,
             fencing,
             runtime,
             counters: Counters::default(),
@@ -323,6 +326,29 @@ impl Archive {
         }
     }
 
+    /// Removes what writers to a directory that were killed have left: files of no object, last
+    /// written before this time, in microseconds since 1970.
+    pub(crate) fn remove_unfinished(&self, before_us: u64) -> Result<()> {
+        let mut directories: Vec<_> = self.directory.iter().cloned().collect();
+        while let Some(directory) = directories.pop() {
+            let failed = |error| Error::local("look for unfinished files", &directory, error);
+            for entry in std::fs::read_dir(&directory).map_err(failed)? {
+                let entry = entry.map_err(failed)?;
+                let (path, kind) = (entry.path(), entry.file_type().map_err(failed)?);
+                if kind.is_dir() {
+                    directories.push(path);
+                } else if kind.is_file() && is_unfinished(&path) {
+                    let written = entry.metadata().and_then(|metadata| metadata.modified());
+                    let written = written.map_err(failed)?.duration_since(UNIX_EPOCH);
+                    if written.is_ok_and(|since| since.as_micros() < u128::from(before_us)) {
+                        std::fs::remove_file(&path).map_err(failed)?;
+                    }
+                }
+            }
+        }
+        Ok(())
+    }
+
     /// The objects in a folder, by name.
     pub(crate) async fn list(&self, folder: &str) -> Result<Vec<ListEntry>> {
         self.counters.lists.fetch_add(1, Ordering::Relaxed);
@@ -371,6 +397,13 @@ impl Archive {
         }
         Ok(())
     }
+}
+
+/// Whether a file is one that is renamed once it is whole: `NAME#1`.
+fn is_unfinished(path: &Path) -> bool {
+    let name = path.file_name().unwrap_or_default().to_string_lossy();
+    let number = name.rsplit_once('#').map(|(_, number)| number);
+    number.is_some_and(|digits| !digits.is_empty() && digits.bytes().all(|b| b.is_ascii_digit()))
 }
 
 /// An object is there already: is it the one that should be?

@@ -14,6 +14,7 @@ use walvisor_storage::{
     AssembledLog, Commit, LogParts, LogRoot, PieceChecker, Point, cut_piece, write_segment,
 };
 
+use crate::epoch::LogCopy;
 use crate::error::{Error, ErrorKind, Result};
 use crate::expire::{Lease, time_of};
 use crate::layout::{self, ObjectId};
@@ -338,6 +339,7 @@ impl<'a> Plan<'a> {
         let log_dir = log_dir_of(dir, images);
         let segment_size = self.root.segment_size();
         clear_log(&log_dir)?;
+        LogCopy::begin(&log_dir)?;
         let mut slots: HashMap<u64, u32> = HashMap::new();
         let log = self.read_log(&mut |sequence, offset, bytes| {
             let new = slots.len() as u32;

@@ -15,7 +15,7 @@ use serde::{Deserialize, Serialize};
 use walvisor_storage::{Commit, FollowStep, LogFollower, LogPiece, LogPlace, LogRoot};
 
 use crate::base::{BaseCopy, BaseProgress, is_expiring, lost_chunks, refuse_spilled};
-use crate::epoch::{self, Claim};
+use crate::epoch::{self, Claim, LogCopy, random};
 use crate::error::{Error, ErrorKind, Result};
 use crate::layout::{self, ObjectId};
 use crate::lineage::{Catalog, Lineage, read_base, read_part, read_root};
@@ -31,6 +31,8 @@ pub const BUSY_CHECK: Duration = Duration::from_secs(if cfg!(test) { 0 } else { 
 
 /// How often to look whether somebody still removes what is too old.
 const EXPIRING_CHECK: Duration = Duration::from_secs(if cfg!(test) { 0 } else { 10 });
+/// How long to wait after a copy of the images has failed.
+const COPY_PAUSE: Duration = Duration::from_secs(if cfg!(test) { 0 } else { 10 });
 /// How often the log's root may tell of records that are not there before they count as damaged.
 const MOST_MISSING: u32 = 10;
 
@@ -111,6 +113,9 @@ pub struct Uploader<'a> {
     next_base: u64,
     /// No other copy begins before: copies take half of the time at most.
     rest: Option<Instant>,
+    /// The images are not copied before, because that has failed.
+    copy_after: Option<Instant>,
+    copy_error: Option<Error>,
     /// Why the base images are copied again.
     why_base: Option<String>,
 }
@@ -184,20 +189,21 @@ impl<'a> Uploader<'a> {
         };
         let newest = catalog.as_ref().and_then(Catalog::newest);
         let epoch = newest.map_or(1, |newest| newest.epoch + 1);
-        let host = host();
+        let copy = LogCopy::at(log_dir)?;
         let promoted = catalog
             .as_ref()
-            .and_then(|catalog| catalog.promoted_since(&host));
+            .and_then(|catalog| catalog.promoted_since(&copy));
         if let Some(promoted) = promoted.filter(|_| !options.take_over) {
             return Err(not_ours(archive, &promoted.owner));
         }
-        let stranger = newest.filter(|newest| newest.host != host);
+        let stranger = newest.filter(|newest| !copy.has_claimed(newest));
         let stranger = stranger.map(|newest| newest.owner.clone());
         let mut claim = Claim {
             epoch,
             writer,
-            owner: format!("process {} on {host}", std::process::id()),
-            host,
+            owner: format!("process {} on {}", std::process::id(), copy.host),
+            host: copy.host,
+            copy: copy.copy,
             after: None,
             promoted: false,
             made_us: now_us(),
@@ -265,6 +271,8 @@ impl<'a> Uploader<'a> {
             chunks,
             next_base: 1,
             rest: None,
+            copy_after: None,
+            copy_error: None,
             why_base,
         })
     }
@@ -329,7 +337,7 @@ impl<'a> Uploader<'a> {
         }
         self.confirm_base()?;
         kept(self);
-        self.copy_base(root)?;
+        self.try_copy_base(root)?;
         Ok(Tick {
             last: self.state.last,
             records: self.state.last.lsn.saturating_sub(before.lsn),
@@ -570,6 +578,29 @@ impl<'a> Uploader<'a> {
             (self.checked, self.unchecked) = (Instant::now(), false);
         }
         Ok(())
+    }
+
+    /// Copies a few chunks. What fails there holds up no part of the log: it is tried again after a
+    /// while, and [told](Self::take_copy_error).
+    fn try_copy_base(&mut self, root: LogRoot) -> Result<()> {
+        if self.copy_after.is_some_and(|after| Instant::now() < after) {
+            return Ok(());
+        }
+        self.copy_after = None;
+        match self.copy_base(root) {
+            Err(error) if error.kind() == ErrorKind::Fenced => Err(error),
+            Err(error) => {
+                self.copy_after = Some(Instant::now() + COPY_PAUSE);
+                self.copy_error = Some(error);
+                Ok(())
+            }
+            copied => copied,
+        }
+    }
+
+    /// Why the images could not be copied. `None` the next time.
+    pub fn take_copy_error(&mut self) -> Option<Error> {
+        self.copy_error.take()
     }
 
     /// Copies a few chunks, or begins a copy if one is due.
@@ -933,18 +964,6 @@ async fn claim_log(archive: &Archive, root: &LogRoot) -> Result<()> {
     Err(Error::new(ErrorKind::InvalidInput, message))
 }
 
-/// A random number, in hex.
-pub(crate) fn random() -> Result<String> {
-    let read = || {
-        let mut bytes = [0; 16];
-        std::io::Read::read_exact(&mut std::fs::File::open("/dev/urandom")?, &mut bytes)?;
-        Ok(bytes)
-    };
-    let bytes: [u8; 16] =
-        read().map_err(|error| Error::local("read", Path::new("/dev/urandom"), error))?;
-    Ok(object::hex(&bytes))
-}
-
 /// The error for an archive that another machine has gone on with: this one may be a host that
 /// has come back.
 fn not_ours(archive: &Archive, stranger: &str) -> Error {
@@ -956,15 +975,6 @@ fn not_ours(archive: &Archive, stranger: &str) -> Error {
             archive.shown()
         ),
     )
-}
-
-/// This machine's name.
-pub(crate) fn host() -> String {
-    let host = std::fs::read_to_string("/proc/sys/kernel/hostname").unwrap_or_default();
-    match host.trim() {
-        "" => "a machine without a name".to_owned(),
-        host => host.to_owned(),
-    }
 }
 
 /// Now, in microseconds since 1970.

@@ -552,8 +552,9 @@ fn a_log_that_is_behind_the_archive_does_not_pass_for_its_end() {
     settle(&mut up);
     store.close().unwrap();
     let (_dir, restored) = bench.restore(&archive, Point::Lsn(one.lsn)).unwrap();
-    let options = UploadOptions::default;
-    let mut behind = Uploader::new(&archive, &restored.log_dir, options()).unwrap();
+    let why = refused(&archive, &restored.log_dir).to_string();
+    assert!(why.contains("add --take-over"), "{why}");
+    let mut behind = Uploader::new(&archive, &restored.log_dir, take_over()).unwrap();
     assert!(behind.take_reason().is_some());
     settle(&mut behind);
     assert_eq!(bench.bytes_at(&archive, Point::Newest)[..512], [1; 512]);
@@ -581,8 +582,7 @@ fn a_restore_in_place_of_one_log_does_not_count_in_another() {
     settle(&mut uploader(&archive, &bench));
     let (_dir, restored) = bench.restore(&archive, Point::Lsn(2)).unwrap();
     assert_eq!(restored.commit.lsn, 2);
-    let options = UploadOptions::default();
-    let mut other = Uploader::new(&archive, &restored.log_dir, options).unwrap();
+    let mut other = Uploader::new(&archive, &restored.log_dir, take_over()).unwrap();
     settle(&mut other);
     assert_eq!(
         bench.bytes_at(&archive, Point::Newest)[..1536],
@@ -590,7 +590,7 @@ fn a_restore_in_place_of_one_log_does_not_count_in_another() {
     );
     write(&store.disks()[0], 3, 7, 1);
     mark(&store.disks()[0]);
-    settle(&mut uploader(&archive, &bench));
+    settle(&mut Uploader::new(&archive, &bench.log(), take_over()).unwrap());
     assert_eq!(bench.bytes_at(&archive, Point::Newest)[..2048], [7; 2048]);
     store.close().unwrap();
 }
@@ -611,7 +611,7 @@ fn a_restored_log_goes_on() {
     let disk = &store.disks()[0];
     write(disk, 1, 3, 1);
     mark(disk);
-    let mut up = Uploader::new(&archive, &restored.log_dir, UploadOptions::default()).unwrap();
+    let mut up = Uploader::new(&archive, &restored.log_dir, take_over()).unwrap();
     settle(&mut up);
     store.close().unwrap();
     let bytes = bench.bytes_at(&archive, Point::Newest);

@@ -131,6 +131,27 @@ fn copies_of_the_images_leave_time_for_the_log() {
     settle(&mut up);
 }
 
+/// The image can't be read while it is copied.
+#[test]
+fn a_copy_that_fails_holds_up_no_record() {
+    let (bench, archive, store) = Bench::in_use(Retention::Nothing);
+    mark(&store.disks()[0]);
+    settle(&mut uploader(&archive, &bench));
+    let (disk, away) = (bench.disk("a"), bench.disk("away"));
+    std::fs::rename(&disk, &away).unwrap();
+    let mut up = Uploader::new(&archive, &bench.log(), often()).unwrap();
+    for _ in 0..3 {
+        let last = mark(&store.disks()[0]);
+        assert_eq!(up.tick().unwrap().last, last);
+        let error = up.take_copy_error().expect("the image is not there");
+        assert!(error.to_string().contains("open the base image"), "{error}");
+    }
+    std::fs::rename(&away, &disk).unwrap();
+    while copies(&archive) == 1 {
+        up.tick().unwrap();
+    }
+}
+
 /// An expire has listed the chunks before a push has sent one of them again.
 #[test]
 fn images_count_once_all_their_chunks_are_certainly_there() {

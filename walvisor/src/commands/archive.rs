@@ -9,6 +9,7 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant, SystemTime};
 
 use clap::{Args, Subcommand};
+use rustix::fs::Mode;
 use rustix::io::Errno;
 use serde_json::{Value, json};
 use walvisor_archive::{
@@ -136,6 +137,9 @@ enum ArchiveAction {
         url: String,
         /// The replica's directory. Nobody may follow there any more.
         dir: PathBuf,
+        /// Fetch all disks first, if no replica is there.
+        #[arg(long)]
+        yes: bool,
         #[command(flatten)]
         confined: Confinement,
         /// Print JSON.
@@ -245,6 +249,8 @@ impl From<walvisor_archive::Error> for CommandError {
 /// # Errors
 /// One line: what, where, what to do.
 pub fn run(arguments: &ArchiveArguments) -> Result<(), CommandError> {
+    // What an archive in a directory has is for who may read the log and the images.
+    rustix::process::umask(Mode::from_raw_mode(0o077));
     match &arguments.action {
         ArchiveAction::Push {
             log,
@@ -341,9 +347,19 @@ pub fn run(arguments: &ArchiveArguments) -> Result<(), CommandError> {
         ArchiveAction::Promote {
             url,
             dir,
+            yes,
             confined,
             json,
-        } => promote(&opened(url, Some(dir), true, confined)?, dir, *json),
+        } => {
+            if !yes && !Replica::is_at(dir) {
+                return Err(CommandError::Failed(format!(
+                    "{}: no replica is there, such as 'walvisor archive follow' makes; to fetch all \
+                     disks to it now, and to take the archive from the host that writes it, add --yes",
+                    dir.display()
+                )));
+            }
+            promote(&opened(url, Some(dir), true, confined)?, dir, *json)
+        }
         ArchiveAction::Verify {
             url,
             at,
@@ -438,6 +454,9 @@ fn push(
     let last = with_bar("archiving", |progress| {
         loop {
             let tick = uploader.tick()?;
+            if let Some(error) = uploader.take_copy_error() {
+                return Err(error.into());
+            }
             warn_anew(&mut uploader);
             if let Some(base) = tick.base {
                 progress(base.passed, base.total);
@@ -513,11 +532,19 @@ impl FollowingPush<'_> {
         let mut fenced = 0;
         loop {
             let (begun, begun_us) = (Instant::now(), unix_us(SystemTime::now()));
+            let mut copy_error = None;
             let ticked = match &mut uploader {
                 Some(uploader) => {
                     let ticked = uploader.tick_and_tell(&mut |lsn| self.acknowledge(lsn));
                     warn_anew(uploader);
-                    ticked.map(Some)
+                    copy_error = uploader.take_copy_error();
+                    match (ticked, &mut copy_error) {
+                        // Without images there is nothing to wait for.
+                        (Ok(tick), error @ Some(_)) if !tick.restorable => {
+                            Err(error.take().expect("matched"))
+                        }
+                        (ticked, _) => ticked.map(Some),
+                    }
                 }
                 None => Uploader::new(self.archive, self.log, self.options.clone()).map(|new| {
                     uploader = Some(new);
@@ -529,6 +556,10 @@ impl FollowingPush<'_> {
                     retry.worked();
                     let Some(tick) = tick else { continue };
                     self.tell(&tick, begun_us);
+                    if let Some(error) = copy_error {
+                        tracing::warn!("{error}; the images are copied later, the log goes on");
+                        self.tell_error(&error);
+                    }
                     if ends && tick.caught_up {
                         return Ok(());
                     }
@@ -711,13 +742,13 @@ fn next_bytes_come() -> bool {
     }
 }
 
-/// Says why the archive of a log begins anew.
+/// Says why the images are copied again.
 fn warn_anew(uploader: &mut Uploader<'_>) {
     if let Some(why) = uploader.take_reason() {
         let epoch = uploader.epoch();
         tracing::warn!(
-            "{why}: the archive begins anew with epoch {epoch}, and copies the images; until that \
-             has ended, the newest points can't be restored"
+            "{why}: the images are copied again, in epoch {epoch}; until that has ended, the newest \
+             points can't be restored"
         );
     }
 }

@@ -641,6 +641,8 @@ fn what_can_not_be_done_is_said_in_one_line() {
     let why = "nothing in the archive leads to cid:900; it reaches from";
     says("restore URL back --at cid:900", 1, why);
     says("restore URL .", 1, "the directory is not empty");
+    says("promote URL typo", 1, "no replica is there");
+    assert!(!dir.join("typo").exists());
     run(dir, &format!("restore {url} back"));
     let bytes = succeed(dir, "disk info back/disk.img --json");
     assert_eq!(number(&bytes, "size_bytes"), 1 << 20);
@@ -672,6 +674,14 @@ fn what_is_too_old_expires_and_the_rest_comes_back() {
     assert_eq!(number(&removed, "chunks"), 1, "{removed}");
     let (_, errors) = refused(dir, &format!("restore {url} older --at lsn:1"));
     assert!(errors.contains("it reaches from lsn:2"), "{errors}");
+    // What a push that was killed has left.
+    let left = dir.join("archive/parts/00000001/0000000009#1");
+    fs::write(&left, "half a part").unwrap();
+    run(&all);
+    assert!(!left.exists());
+    let mode = |name: &str| fs::metadata(dir.join(name)).unwrap().permissions().mode() & 0o777;
+    let modes = (mode("archive/log.json"), mode("archive/parts"));
+    assert_eq!(modes, (0o600, 0o700));
     run(&format!("verify {url}"));
     let shown = run(&format!("status {url}"));
     let parts = ["any point from lsn:", "disk.img (1 MiB)"];

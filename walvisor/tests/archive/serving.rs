@@ -187,7 +187,10 @@ fn disks_are_used_while_they_are_fetched_whoever_is_killed() {
     }
     // The archive goes on with what was written here, once the image is complete.
     store.delay_of("/chunks/", Duration::ZERO);
-    run(&elsewhere, &format!("push restored/disk.img.wal {url}"));
+    run(
+        &elsewhere,
+        &format!("push restored/disk.img.wal {url} --take-over"),
+    );
     run(&home, &format!("restore {url} again"));
     assert!(exported(&home, "again/disk.img") == found);
 }
@@ -228,7 +231,10 @@ fn a_disk_whose_chunks_do_not_come_is_written_and_mended() {
     archived(&home, &url, 6);
     store.delay_of("/chunks/", Duration::from_secs(3600));
     let serving = serve(&elsewhere, &url);
-    let (status, error) = refused(&elsewhere, &format!("push restored/disk.img.wal {url}"));
+    let (status, error) = refused(
+        &elsewhere,
+        &format!("push restored/disk.img.wal {url} --take-over"),
+    );
     assert!(
         status == Some(1) && error.contains("not all of the image"),
         "{error}"
