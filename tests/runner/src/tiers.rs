@@ -15,6 +15,7 @@ pub(crate) const GUESTS: &[&str] = &[
     "tests/guests_own/",
     "tests/guests_vhost_user/",
     "tests/install/",
+    "tests/libguestfs/",
     "tests/nbd_kernel/",
     "tests/packs/",
     "tests/power_cut/ext4_and_",
