@@ -4,7 +4,7 @@ CARGO ?= cargo
 # For building: a linker. For a test that takes too long: the stacks of its threads.
 PACKAGES = gcc libc6-dev elfutils
 # What the tests of `make test` use. Each installs what it lacks, but that takes longer than all at once.
-TEST_PACKAGES = bindfs binutils cpio cryptsetup-bin e2fsprogs fdisk fio fuse3 gnutls-bin iproute2 kmod libnbd-bin libxml2-utils lz4 mount \
+TEST_PACKAGES = bindfs binutils cpio cryptsetup-bin e2fsprogs fio fuse3 gnutls-bin iproute2 kmod libnbd-bin libxml2-utils lz4 mount \
   nbd-client nbdkit passt prometheus python3 python3-libnbd qemu-system-x86 qemu-utils rsync sqlite3 systemd user-mode-linux valgrind \
   xfsprogs xz-utils zstd
 # No questions from apt, and no colours in logs.

@@ -114,7 +114,6 @@ pub use {
         DamagedHeader, DamagedSectors, DiskReport, LogReport, SnapshotFault, inspect,
         inspect_with_progress,
     },
-    offline::live_export::PointReader,
     offline::live_points::DiskPoints,
     offline::log_root::{
         AssembledLog, ImageReader, LockedLog, LogParts, LogRoot, RootImage, segment_path,

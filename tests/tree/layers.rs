@@ -94,7 +94,7 @@ const WALVISOR: &[&[&str]] = &[
         "size",
         "table",
     ],
-    &["guest_file", "landlock", "lio"],
+    &["landlock", "lio"],
     &["archiving"],
     &["demo", "disks", "metrics"],
     &["memory_limit"],

@@ -18,7 +18,6 @@ mod descriptors;
 pub mod disk;
 pub mod disk_spec;
 pub mod disks;
-mod guest_file;
 pub mod landlock;
 pub mod lio;
 pub mod machine_memory;

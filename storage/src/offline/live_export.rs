@@ -12,7 +12,6 @@
 //! The file that is copied to may not answer. So another thread writes to it, which has no look.
 
 use std::fs::File;
-use std::ops::Range;
 use std::path::Path;
 use std::sync::atomic::AtomicU64;
 use std::time::Duration;
@@ -23,17 +22,16 @@ use crate::error::{Error, ErrorKind, Result, invalid};
 use crate::history::look::Look;
 use crate::history::point::Point;
 use crate::log::file_thread::FileThread;
-use crate::log::image::Image;
 use crate::log::orders::KeeperTask;
 use crate::log::pin::{PinUser, PinnedLog};
 use crate::log::state::{Log, RoomNeed};
 use crate::medium::copying::{NamedFile, NamedSource, copy};
-use crate::medium::file::{ReadFile, size_error};
+use crate::medium::file::size_error;
 use crate::offline::yielding_look::{PartData, YieldingLook};
 use crate::sync;
 use crate::sync::Arc;
 use crate::sync::atomic::Ordering;
-use crate::{Backend, Buffer, SECTOR_SIZE, Transfer};
+use crate::{Backend, SECTOR_SIZE, Transfer};
 
 /// The copy is synced whenever this many bytes were copied. If the log fills up meanwhile, writers
 /// wait for that.
@@ -233,128 +231,7 @@ impl ExportTarget {
     }
 }
 
-/// A disk in use as of one point, for reads. It holds the log back no more than an
-/// [export](Disk::export) does: its look is closed while the log needs room, also while nobody
-/// reads.
-pub struct PointReader<'a> {
-    point: KeptPoint<'a>,
-    look: YieldingLook,
-    bytes: u64,
-    /// Reads the image, which may not answer.
-    thread: FileThread,
-}
-
-impl PointReader<'_> {
-    /// Bytes of the disk.
-    pub fn bytes(&self) -> u64 {
-        self.bytes
-    }
-
-    /// Closes its look if the log needs room. Call it whenever some milliseconds pass without a
-    /// read: otherwise writers wait up to 0.1 s until the log closes it.
-    ///
-    /// # Errors
-    /// The log is being closed, or can't make room because of the point: no read succeeds any more.
-    pub fn give_way(&mut self) -> Result<()> {
-        self.look.give_way();
-        refuse_obstruction(&self.point.disk.log, self.point.name)
-    }
-
-    /// Fills `bytes` with what the disk had from byte `at` on: whole sectors of it. While the image
-    /// does not answer, `go_on` is called, which returns `false` to give up.
-    ///
-    /// # Errors
-    /// [`ErrorKind::InvalidInput`](crate::ErrorKind) for a range that is not of whole sectors, or
-    /// not on the disk; or it can't be read, or was given up, or as [`give_way`](Self::give_way).
-    pub fn read(
-        &mut self,
-        bytes: &mut [u8],
-        at: u64,
-        go_on: &mut dyn FnMut() -> bool,
-    ) -> Result<()> {
-        let len = bytes.len() as u64;
-        let end = at.checked_add(len).filter(|end| *end <= self.bytes);
-        let Some(end) = end.filter(|_| (at | len).is_multiple_of(SECTOR_SIZE)) else {
-            return Err(invalid(format!(
-                "{}: {len} bytes at {at} are not whole sectors of its {} bytes",
-                self.point.disk.path().display(),
-                self.bytes
-            )));
-        };
-        bytes.fill(0);
-        self.look.restart();
-        let mut passed = at;
-        loop {
-            self.give_way()?;
-            let Some(next) = self.look.next(passed..end)? else {
-                let (log, name) = (&self.point.disk.log, self.point.name);
-                let refuse = &mut || refuse_obstruction(log, name);
-                self.point.open(&self.look, refuse)?;
-                continue;
-            };
-            let Some(part) = next else {
-                return Ok(());
-            };
-            let (from, data) = match part.data {
-                PartData::Bytes(data, from) => (from, Some(data)),
-                PartData::Image(image, path, range) => {
-                    let from = range.start;
-                    (from, self.read_image(image, &path, range, go_on)?)
-                }
-            };
-            if let Some(data) = data {
-                let place = (from - at) as usize;
-                bytes[place..place + data.len()].copy_from_slice(&data);
-                passed = part.end;
-            }
-        }
-    }
-
-    /// Reads a range of the image. `None`: the look was closed meanwhile, and the image may have
-    /// changed.
-    fn read_image(
-        &mut self,
-        image: Arc<Image>,
-        path: &Path,
-        range: Range<u64>,
-        go_on: &mut dyn FnMut() -> bool,
-    ) -> Result<Option<Buffer>> {
-        if self.thread.is_busy() {
-            return Err(ended_early("an earlier read of the image has not ended"));
-        }
-        let answer = self.thread.begin(false, move || {
-            let mut read = Buffer::for_overwrite((range.end - range.start) as usize);
-            let done = image.read_exact_at(&mut read, range.start);
-            done.map(|()| read)
-        });
-        let read = answer.wait_unless(ROOM_POLL, || {
-            self.give_way()?;
-            if go_on() {
-                return Ok(());
-            }
-            Err(ended_early("it was given up"))
-        })?;
-        let read = read.map_err(|error| Error::io("read the base image", path, error))?;
-        Ok(Some(read).filter(|_| self.look.is_open()))
-    }
-}
-
 impl Disk {
-    /// Opens the disk, as of one point, for reads that take long. What the disk loses meanwhile is
-    /// saved beside the log, as for a snapshot, until the reader is dropped.
-    ///
-    /// # Errors
-    /// As [`look`](Self::look).
-    pub fn reader_at(&self, at: Point) -> Result<PointReader<'_>> {
-        let (point, look, bytes) = KeptPoint::new(self, at)?;
-        Ok(PointReader {
-            point,
-            look,
-            bytes,
-            thread: FileThread::default(),
-        })
-    }
-
     /// Copies the disk, as of one LSN, to `target`, an empty file open for writing, while requests
     /// go on. Everything that completed before the call is in the copy. Holes stay holes.
     /// `progress` gets the number of bytes passed so far and the disk's size, and returns `false`

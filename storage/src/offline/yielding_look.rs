@@ -146,7 +146,7 @@ impl YieldingLook {
     }
 
     /// The first part with data in this range of bytes; `None` if it is closed, `Some(None)` if
-    /// there is none. Ranges continue one another, or [`restart`](Self::restart) comes between.
+    /// there is none. Ranges continue one another.
     ///
     /// # Errors
     /// If the look can't be read.
@@ -154,14 +154,6 @@ impl YieldingLook {
         let mut open = self.lock();
         let next = open.as_mut().map(|open| open.next(range));
         next.transpose()
-    }
-
-    /// The next range may begin anywhere.
-    pub(crate) fn restart(&self) {
-        if let Some(open) = self.lock().as_mut() {
-            open.parts.clear();
-            open.listed = 0;
-        }
     }
 
     fn lock(&self) -> MutexGuard<'_, Option<OpenLook>> {

@@ -68,7 +68,7 @@ pub const WORDS: [&str; 82] = [
     "{\"a\":{\"a\":{\"a\":{\"a\":",
     "]]]]",
     "}}}}",
-    "read",
+    "\"at\":\"lsn:0\"",
     "export",
     "snapshot",
     "snapshots",

@@ -3,14 +3,10 @@
 
 pub(super) mod answer;
 
-use std::io::{self, Read, Write};
+use std::io::Write;
 use std::os::fd::AsFd;
 use std::os::unix::fs::FileTypeExt;
-use std::os::unix::net::UnixStream;
-use std::panic::resume_unwind;
 use std::path::{Path, PathBuf};
-use std::sync::{Arc, Mutex, PoisonError};
-use std::thread;
 
 use clap::{Args, Subcommand};
 use serde_json::json;
@@ -18,17 +14,16 @@ use walvisor_storage::{Transfer, receive_image, scratch_file};
 
 use self::answer::text;
 use super::CommandError;
-use super::disk::{FileArguments, PastFile, report_transfer};
+use super::disk::report_transfer;
 use super::serve::nbd::unix_uri;
 use super::serve::saving::{self, PoolChanges};
 use super::socket::bind;
 use super::socket_names::SocketNames;
 use crate::control_socket::{
     CONTROL_MODE, CacheChoice, ControlCommand, FEW_POINTS, Format, LimitChange, LookRequest,
-    MOST_POINTS, MOST_READ, ask, ask_with,
+    MOST_POINTS, ask, ask_with,
 };
 use crate::disk_spec::DiskCommand;
-use crate::guest_file::{OpenedDisk, ReadDisk};
 use crate::progress::with_bar;
 use crate::size::{human_size, parse_size};
 
@@ -156,8 +151,7 @@ pub enum CtlRequest {
         newest: usize,
     },
     /// Make a paused disk what it was at a point, at once; its current contents stay a point of the
-    /// log. Whoever uses the disk must read it again. With --file, take one file of the guest out
-    /// of the point: the disk stays as it is, and need not be paused
+    /// log. Whoever uses the disk must read it again
     Restore {
         /// The point, as for 'look'
         #[arg(long, value_name = "AT", allow_hyphen_values = true)]
@@ -165,12 +159,6 @@ pub enum CtlRequest {
         /// Which disk
         #[command(flatten)]
         disk: DiskName,
-        /// Which file
-        #[command(flatten)]
-        wanted: FileArguments,
-        /// The file to create
-        #[arg(long, short, value_name = "NEW", requires = "file")]
-        output: Option<PathBuf>,
     },
     /// Write a mark into the disk's log: a text that names this moment, which 'log dump' shows
     Mark {
@@ -338,25 +326,7 @@ pub fn run(arguments: &CtlArguments) -> Result<(), CommandError> {
             disk: named(disk),
             most: *newest,
         },
-        CtlRequest::Restore {
-            at,
-            disk,
-            wanted,
-            output: Some(new),
-        } => {
-            let command = ControlCommand::Read {
-                disk: named(disk),
-                at: at.clone(),
-            };
-            let past = PastFile {
-                at,
-                wanted,
-                new,
-                json: arguments.json,
-            };
-            return past.take(|| open_past(&arguments.socket, &command));
-        }
-        CtlRequest::Restore { at, disk, .. } => ControlCommand::Restore {
+        CtlRequest::Restore { at, disk } => ControlCommand::Restore {
             disk: named(disk),
             at: at.clone(),
         },
@@ -473,53 +443,6 @@ fn save(socket: &Path, json: bool) -> Result<(), CommandError> {
     };
     let _ = std::io::stdout().write_all(format!("{line}\n").as_bytes());
     Ok(())
-}
-
-/// Has the other process read the disk as of a point. Its answer comes at the end.
-fn open_past(socket: &Path, command: &ControlCommand) -> Result<OpenedDisk, CommandError> {
-    let (mut ours, theirs) = UnixStream::pair().map_err(CommandError::failed)?;
-    let (socket, command) = (socket.to_owned(), command.clone());
-    let asked =
-        thread::spawn(move || ask_with(&socket, &command, &[theirs.as_fd()], &mut |_, _| {}));
-    match first_answer(&mut ours) {
-        Ok((name, bytes)) => Ok(OpenedDisk {
-            read: reads_of(ours),
-            bytes,
-            name,
-        }),
-        Err(error) => {
-            drop(ours);
-            let answered = asked.join().unwrap_or_else(|panic| resume_unwind(panic));
-            answered.map_err(CommandError::Failed)?;
-            Err(CommandError::failed(error))
-        }
-    }
-}
-
-/// Reads the disk of the process at the other end of a socket.
-fn reads_of(socket: UnixStream) -> ReadDisk {
-    let socket = Mutex::new(socket);
-    Arc::new(move |bytes: &mut [u8], at: u64| {
-        let mut socket = socket.lock().unwrap_or_else(PoisonError::into_inner);
-        let most = MOST_READ as usize;
-        for (place, piece) in (at..).step_by(most).zip(bytes.chunks_mut(most)) {
-            let len = piece.len() as u32;
-            socket.write_all(&[&place.to_le_bytes()[..], &len.to_le_bytes()].concat())?;
-            socket.read_exact(piece)?;
-        }
-        Ok(())
-    })
-}
-
-/// The name and the size of the disk.
-fn first_answer(stream: &mut UnixStream) -> io::Result<(String, u64)> {
-    let (mut size, mut len) = ([0; 8], [0; 4]);
-    stream.read_exact(&mut size)?;
-    stream.read_exact(&mut len)?;
-    let mut name = vec![0; u32::from_le_bytes(len) as usize];
-    stream.read_exact(&mut name)?;
-    let name = String::from_utf8_lossy(&name).into_owned();
-    Ok((name, u64::from_le_bytes(size)))
 }
 
 /// Lets the other process write a new image, which gets its name once it is complete.

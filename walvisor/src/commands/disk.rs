@@ -1,7 +1,6 @@
 //! `walvisor disk`: makes, inspects and changes disks, without a guest.
 
 mod changes;
-mod file;
 mod membership;
 mod path;
 mod snapshot;
@@ -10,7 +9,6 @@ mod transfer;
 use std::path::Path;
 
 use clap::{Args, Subcommand};
-pub(super) use file::{FileArguments, PastFile};
 pub(super) use path::print;
 use path::{DetachedImages, DiskPath};
 use serde_json::json;

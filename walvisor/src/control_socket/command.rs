@@ -16,7 +16,7 @@ pub const FEW_POINTS: usize = 20;
 pub const MOST_POINTS: usize = 10_000;
 
 /// The names of all commands.
-pub const COMMANDS: [&str; 25] = [
+pub const COMMANDS: [&str; 24] = [
     "stats",
     "pause",
     "resume",
@@ -24,7 +24,6 @@ pub const COMMANDS: [&str; 25] = [
     "set-cache",
     "set-limit",
     "checkpoint",
-    "read",
     "export",
     "snapshot",
     "snapshots",
@@ -201,14 +200,6 @@ pub enum ControlCommand {
         disk: Option<String>,
         /// Do it although its log keeps history, which is lost then.
         give_up_history: bool,
-    },
-    /// Answer reads of a disk as of a point, on the connected socket whose descriptor comes with
-    /// the request, until that is closed.
-    Read {
-        /// The disk's name.
-        disk: Option<String>,
-        /// The point, as text.
-        at: String,
     },
     /// Copy a disk, as of one moment, to the file whose descriptor comes with the request.
     Export {
@@ -472,7 +463,6 @@ impl ControlCommand {
                 let arguments = json!({ "disk": disk, "give_up_history": give_up_history });
                 ("checkpoint", arguments)
             }
-            Self::Read { disk, at } => ("read", json!({ "disk": disk, "at": at })),
             Self::Export { disk, at } => ("export", json!({ "disk": disk, "at": at })),
             Self::Snapshot { disk, name, alone } => {
                 let arguments = json!({ "disk": disk, "name": name, "alone": alone });
@@ -559,10 +549,6 @@ impl ControlCommand {
                     disk,
                     give_up_history,
                 }
-            }
-            "read" => {
-                let RestoreArguments { disk, at } = read(name, arguments)?;
-                Self::Read { disk, at }
             }
             "export" => {
                 let ExportArguments { disk, at } = read(name, arguments)?;

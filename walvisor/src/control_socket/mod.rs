@@ -27,7 +27,6 @@ mod exports;
 pub(crate) mod fixture;
 mod lines;
 mod looks;
-mod reads;
 mod requests;
 mod server;
 mod stats;
@@ -39,7 +38,6 @@ pub use command::{
 };
 pub use controlled::{AddedDisk, ControlledProcess, DiskHotplug, Power, RemovalError};
 pub use lines::{MAX_DEPTH, MAX_LINE};
-pub use reads::MOST_READ;
 pub use server::{MAX_CLIENTS, Server};
 
 /// Permissions of a control socket.

@@ -19,7 +19,6 @@ use super::command::{CacheChoice, ControlCommand, ControlError, Format, LimitCha
 use super::controlled::{
     AddedDisk, ControlledProcess, DiskHotplug, DiskLease, Power, RemovalError,
 };
-use super::reads::ReadClient;
 use super::stats;
 use crate::disk::{cache_in_force, grow, log_name, logged};
 use crate::disk_spec::DiskSpec;
@@ -61,10 +60,6 @@ impl ControlledProcess {
             } => self.checkpoint(disk.as_deref(), *give_up_history),
             ControlCommand::Export { .. } => Err(ControlError::new(
                 "export: send the descriptor of an empty file with the request (SCM_RIGHTS), as \
-                 'walvisor ctl' does",
-            )),
-            ControlCommand::Read { .. } => Err(ControlError::new(
-                "read: send the descriptor of a connected socket with the request (SCM_RIGHTS), as \
                  'walvisor ctl' does",
             )),
             ControlCommand::AddDisk { spec } => {
@@ -635,29 +630,6 @@ impl ControlledProcess {
             .looks
             .serve(name, look, request, listener.into(), files.collect());
         served.map_err(|error| ControlError::new(format_args!("disk '{name}': {error}")))
-    }
-
-    /// Answers the reads of a client of a disk as of a point, until it has no more.
-    pub(super) fn read(
-        &self,
-        name: Option<&str>,
-        at: &str,
-        client: &mut ReadClient,
-    ) -> Result<Value, ControlError> {
-        let disk = self.disk(name)?;
-        let listed = self.exports.begin(&disk.name, Some(at));
-        let at = at.parse().map_err(ControlError::new)?;
-        let mut answered = 0;
-        in_log(&disk, |logged| {
-            let mut reader = logged.reader_at(at)?;
-            let size = reader.bytes();
-            Ok(client.serve(&disk.name, &mut reader, &mut |bytes| {
-                answered += bytes;
-                listed.note(answered, size)
-            }))
-        })?
-        .map_err(|error| ControlError::new(format_args!("disk '{}': {error}", disk.name)))?;
-        Ok(json!({ "disk": disk.name, "read_bytes": answered }))
     }
 
     /// Copies a disk, as of now or of a point, to an empty file. `progress`: see

@@ -13,7 +13,6 @@ use walvisor_devices::listen::{Stop, Threads, Waiter, WakeReason, accept_each};
 use super::command::{ControlCommand, ControlError, ControlRequest, export_progress};
 use super::controlled::ControlledProcess;
 use super::lines::{InputLine, LineReader, MAX_LINE};
-use super::reads::ReadClient;
 use crate::descriptors;
 
 /// Limit on clients. A further one gets an error and is disconnected.
@@ -153,11 +152,6 @@ fn converse(stream: &UnixStream, controlled: &ControlledProcess, stop: &Stop) ->
                     ControlCommand::Export { disk, at } => {
                         let mut tell = progress(stream, &mut waiter);
                         controlled.export(disk.as_deref(), at.as_deref(), file.into(), &mut tell)
-                    }
-                    ControlCommand::Read { disk, at } => {
-                        let failed = |error| ControlError::new(format_args!("read: {error}"));
-                        let mut client = ReadClient::new(file, stop).map_err(failed)?;
-                        controlled.read(disk.as_deref(), at, &mut client)
                     }
                     ControlCommand::Look(request) => {
                         files.push(file);

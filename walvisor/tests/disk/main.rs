@@ -1,7 +1,6 @@
 //! `walvisor disk` and `walvisor log`, as scripts call them: exit statuses, one-line errors, round
 //! trips, and a second reader of the format that finds the same records.
 
-mod file;
 mod formats;
 mod history;
 mod identity;

@@ -10,7 +10,6 @@ mod export;
 mod failing_image;
 mod foreign_write;
 mod formats;
-mod guest_file;
 mod history;
 mod hostile;
 mod incremental;

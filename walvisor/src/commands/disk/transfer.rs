@@ -6,7 +6,6 @@ use clap::Args;
 use serde_json::json;
 use walvisor_storage::{self as storage, ImageFormat, Point, StoreOptions};
 
-use super::file::{FileArguments, restore_file};
 use super::path::{DetachedImages, DiskPath, print};
 use crate::commands::CommandError;
 use crate::commands::in_use::ask_owner;
@@ -58,15 +57,13 @@ pub(super) struct RestoreArguments {
     /// time before now, such as -15m.
     #[arg(long, allow_hyphen_values = true)]
     at: Point,
-    /// The raw image, or with --file the file, to create.
+    /// The raw image to create.
     #[arg(long, short, value_name = "NEW", required_unless_present = "in_place")]
     output: Option<PathBuf>,
     /// Make the disk itself what it was, at once. The command prints how to undo that, which works
     /// as long as the log keeps the current state.
-    #[arg(long, conflicts_with_all = ["output", "file"])]
+    #[arg(long, conflicts_with = "output")]
     in_place: bool,
-    #[command(flatten)]
-    wanted: FileArguments,
     #[command(flatten)]
     threads: Threads,
     /// Print JSON.
@@ -210,16 +207,12 @@ pub(super) fn restore(arguments: &RestoreArguments) -> Result<(), CommandError> 
         at,
         output,
         in_place: _,
-        wanted,
         threads,
         json,
     } = arguments;
     let Some(output) = output else {
         return restore_in_place(disk, *at, *json);
     };
-    if wanted.file.is_some() {
-        return restore_file(disk, *at, wanted, output, *threads, *json);
-    }
     let done = with_bar("restoring", |progress| {
         storage::restore_disk(
             &disk.path,

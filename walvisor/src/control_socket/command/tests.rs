@@ -54,10 +54,6 @@ fn every_command() -> Vec<ControlCommand> {
             disk: disk(),
             at: None,
         },
-        ControlCommand::Read {
-            disk: disk(),
-            at: "cid:1".to_owned(),
-        },
         ControlCommand::Look(LookRequest {
             disk: disk(),
             at: "-15m".to_owned(),
