@@ -29,6 +29,8 @@ pub const IDLE_CHECK: Duration = Duration::from_secs(60);
 /// How often one checks that sends parts, at most.
 pub const BUSY_CHECK: Duration = Duration::from_secs(if cfg!(test) { 0 } else { 1 });
 
+/// The images are copied again after so many segments: a restored log may have 65,536.
+const MOST_SEGMENTS: u64 = if cfg!(test) { 64 } else { 32_768 };
 /// How often to look whether somebody still removes what is too old.
 const EXPIRING_CHECK: Duration = Duration::from_secs(if cfg!(test) { 0 } else { 10 });
 /// How long to wait after a copy of the images has failed.
@@ -153,11 +155,14 @@ enum Base {
     Sent {
         at: ObjectId,
         made_us: u64,
+        first_sequence: u64,
         /// When somebody was found to remove what is too old.
         expiring: Option<Instant>,
     },
     Done {
         made_us: u64,
+        /// The first segment that is needed with them.
+        first_sequence: u64,
     },
 }
 
@@ -233,9 +238,10 @@ impl<'a> Uploader<'a> {
                 // Whatever images there are, also those that this list of the archive lacks.
                 (known_root, line_from) = (root, 0);
                 // Whoever has sent them may have been killed before they counted.
-                let done = base.map_or(Base::None, |(at, made_us)| Base::Sent {
-                    at,
-                    made_us,
+                let done = base.map_or(Base::None, |base| Base::Sent {
+                    at: base.at,
+                    made_us: base.made_us,
+                    first_sequence: base.first_sequence,
                     expiring: None,
                 });
                 (follower, first, state, done, None)
@@ -608,12 +614,17 @@ impl<'a> Uploader<'a> {
         let due = match &self.base {
             Base::None => true,
             Base::Copying(_) | Base::Sent { .. } => false,
-            Base::Done { made_us, .. } => {
+            Base::Done {
+                made_us,
+                first_sequence,
+            } => {
                 // Those of a time to come were made while the clock was ahead.
                 let age = now_us().checked_sub(*made_us).map(Duration::from_micros);
                 let every = self.options.base_every;
+                let newest = self.state.end.map_or(0, |end| end.sequence);
+                let many = newest.saturating_sub(*first_sequence) >= MOST_SEGMENTS;
                 let rested = self.rest.is_none_or(|until| Instant::now() >= until);
-                rested && every.is_some_and(|every| age.is_none_or(|age| age >= every))
+                many || rested && every.is_some_and(|every| age.is_none_or(|age| age >= every))
             }
         };
         if due {
@@ -717,6 +728,7 @@ impl<'a> Uploader<'a> {
         self.base = Base::Sent {
             at,
             made_us: header.made_us,
+            first_sequence: header.first_sequence,
             expiring: None,
         };
         self.chunks = header.chunks().map(str::to_owned).collect();
@@ -730,6 +742,7 @@ impl<'a> Uploader<'a> {
         let Base::Sent {
             at,
             made_us,
+            first_sequence,
             expiring,
         } = &mut self.base
         else {
@@ -742,10 +755,13 @@ impl<'a> Uploader<'a> {
             *expiring = Some(Instant::now());
             return Ok(());
         }
-        let (at, made_us) = (*at, *made_us);
+        let (at, made_us, first_sequence) = (*at, *made_us, *first_sequence);
         match self.forget_lost_chunks()? {
             0 => {
-                self.base = Base::Done { made_us };
+                self.base = Base::Done {
+                    made_us,
+                    first_sequence,
+                };
                 self.restorable = true;
             }
             lost => {
@@ -841,8 +857,8 @@ struct End {
     header: PartHeader,
     /// The newest root on the line.
     root: LogRoot,
-    /// The newest base images on the line, and when their copy ended.
-    base: Option<(ObjectId, u64)>,
+    /// The newest base images on the line, without their chunks.
+    base: Option<BaseHeader>,
 }
 
 /// An uploader goes on behind this part.
@@ -853,7 +869,7 @@ struct ResumePoint {
     state: State,
     /// The newest root on the line.
     root: LogRoot,
-    base: Option<(ObjectId, u64)>,
+    base: Option<BaseHeader>,
 }
 
 impl End {
@@ -871,11 +887,10 @@ impl End {
         let Some(line) = line.or(lines.last()) else {
             return Ok(None);
         };
-        let base = base_of(&line).map(|base| (base.at, base.made_us));
+        let base = base_of(&line).cloned();
         // Without images on the line, those of another one have chunks too.
-        let newest = base.map(|(at, _)| at).or(bases.last().map(|base| base.at));
-        if let Some(at) = newest {
-            let (newest, _) = read_base(archive, at).await?;
+        if let Some(newest) = base.as_ref().or(bases.last()) {
+            let (newest, _) = read_base(archive, newest.at).await?;
             chunks.extend(newest.chunks().map(str::to_owned));
         }
         let Some(end) = line.end() else {

@@ -152,6 +152,27 @@ fn a_copy_that_fails_holds_up_no_record() {
     }
 }
 
+/// A log that was restored can't have any number of segments.
+#[test]
+fn the_images_are_copied_again_after_many_segments() {
+    let (bench, archive, store) = Bench::in_use(Retention::Nothing);
+    let disk = &store.disks()[0];
+    mark(disk);
+    let mut up = uploader(&archive, &bench);
+    settle(&mut up);
+    let mut written = 0;
+    while copies(&archive) == 1 {
+        assert!(written < 2000, "never");
+        written += 1;
+        write(disk, 0, written as u8, 128);
+        up.tick().unwrap();
+        if written % 4 == 0 {
+            disk.checkpoint().unwrap();
+        }
+    }
+    assert!(written > 150, "{written}");
+}
+
 /// An expire has listed the chunks before a push has sent one of them again.
 #[test]
 fn images_count_once_all_their_chunks_are_certainly_there() {

@@ -108,6 +108,12 @@ impl FileSystem for HostFiles {
     fn open(&self, path: &Path, how: OpenMode) -> io::Result<Box<dyn DataFile>> {
         let mut options = OpenOptions::new();
         options.read(true).write(how != OpenMode::Read);
+        // The open of a FIFO waits for another process, and a device's may do anything.
+        let made = matches!(how, OpenMode::Kept { .. } | OpenMode::Emptied);
+        if !made && self.kind(path)? == PathKind::Other {
+            let why = "neither a regular file nor a block device";
+            return Err(io::Error::new(io::ErrorKind::InvalidInput, why));
+        }
         let file = match how {
             OpenMode::Direct => open_direct(path, true)?,
             OpenMode::ReadDirect => open_direct(path, false)?,

@@ -265,6 +265,40 @@ mod tests {
         assert_eq!(Image::open(&path, true).unwrap().bytes(), 9 << 20);
     }
 
+    /// Its open would wait until another process opens the other end.
+    #[test]
+    fn a_fifo_is_refused_at_once() {
+        use rustix::fs::{CWD, FileType, Mode, mknodat};
+
+        let directory = tempfile::tempdir().unwrap();
+        let path = directory.path().join("disk.img");
+        let (log, other) = (
+            directory.path().join("log"),
+            directory.path().join("other.img"),
+        );
+        mknodat(CWD, &path, FileType::Fifo, Mode::RUSR | Mode::WUSR, 0).unwrap();
+        let options = StoreOptions::default();
+        let plain = &mut |_, _| {};
+        let tries = [
+            Image::open(&path, true).map(drop),
+            Store::open(&log, &[DiskOptions::new(&path)], &options).map(drop),
+            crate::inspect(&path, &log).map(drop),
+            crate::resize_disk(&path, 4096, &log, false, &[]).map(drop),
+            crate::export_disk(&path, &log, &other, false, None, plain).map(drop),
+            crate::import_disk(&other, &path, &log, &options, plain).map(drop),
+            crate::discard_log(&path, &log).map(drop),
+        ];
+        for (number, told) in tries.into_iter().enumerate() {
+            let told = told.unwrap_err();
+            assert!(
+                told.to_string().contains("regular file"),
+                "{number}: {told}"
+            );
+        }
+        std::fs::write(&other, [1; 4096]).unwrap();
+        crate::export_disk(&other, &log, &path, true, None, plain).unwrap_err();
+    }
+
     #[test]
     fn an_image_with_newer_bytes_in_a_log_is_refused() {
         let directory = tempfile::tempdir().unwrap();

@@ -22,6 +22,8 @@ use crate::medium::lock::Access;
 use crate::medium::mark::{ImageMark, hex};
 use crate::offline::rewind::rewind_unready;
 
+/// Most segments of a log.
+const MOST_SEGMENTS: u32 = 65536;
 /// Fewest segments that a restored log may have beside those it comes with.
 const SPARE_SEGMENTS: u64 = 8;
 
@@ -450,7 +452,17 @@ fn assembled(log_dir: &Path, parts: &LogParts<'_>) -> Result<LogRoot> {
     }
     let header = &mut control.header;
     let most = u64::from(parts.segments) + SPARE_SEGMENTS;
-    header.max_segments = U32::new(header.max_segments.get().max(most.min(65536) as u32));
+    if most > u64::from(MOST_SEGMENTS) {
+        return Err(Error::new(
+            ErrorKind::Damaged,
+            format!(
+                "{} segments of log since the images were copied, and a log has at most \
+                 {MOST_SEGMENTS}; restore to an earlier point, or to one after the next copy",
+                parts.segments
+            ),
+        ));
+    }
+    header.max_segments = U32::new(header.max_segments.get().max(most as u32));
     header.first_sequence = U64::new(parts.first_sequence);
     header.checkpoint_lsn = checkpoint;
     header.copying_lsn = U64::new(parts.images_lsn);

@@ -363,6 +363,24 @@ fn allowed(
     ];
     // Another filter refuses most of its operations with an error.
     rules.insert(libc::SYS_io_uring_register, vec![]);
+    // A thread schedules itself, and no other process of the same user.
+    for call in [libc::SYS_sched_setaffinity, libc::SYS_sched_setattr] {
+        let own = SeccompCondition::new(0, Len::Dword, Is::Eq, 0)?;
+        rules.insert(call, vec![SeccompRule::new(vec![own])?]);
+    }
+    // MSG_FASTOPEN connects, past the rule for connect and past Landlock.
+    let flags = [
+        (libc::SYS_sendto, 3),
+        (libc::SYS_sendmsg, 2),
+        (libc::SYS_sendmmsg, 3),
+    ];
+    for (call, argument) in flags {
+        if let Some(rules) = rules.get_mut(&call) {
+            let fast = Is::MaskedEq(libc::MSG_FASTOPEN as u64);
+            let connected = SeccompCondition::new(argument, Len::Dword, fast, 0)?;
+            *rules = vec![SeccompRule::new(vec![connected])?];
+        }
+    }
     let setsockopt = rules.entry(libc::SYS_setsockopt).or_default();
     setsockopt.push(SeccompRule::new(keepalive)?);
     Ok(rules)
@@ -486,6 +504,33 @@ mod tests {
                 // SAFETY: signal 0 only asks whether the process exists.
                 unsafe { libc::syscall(libc::SYS_tgkill, 1, 1, 0) };
             }
+            "fast-open" => {
+                let none = std::ptr::null();
+                // SAFETY: there is no such descriptor, so the kernel returns an error and does
+                // nothing.
+                unsafe { libc::sendto(-1, none, 0, libc::MSG_FASTOPEN, none.cast(), 0) };
+            }
+            "fast-message" => {
+                // SAFETY: as above.
+                unsafe { libc::sendmsg(-1, std::ptr::null(), libc::MSG_FASTOPEN) };
+            }
+            "fast-messages" => {
+                let flags = libc::MSG_FASTOPEN;
+                // SAFETY: as above.
+                unsafe { libc::sendmmsg(-1, std::ptr::null_mut(), 0, flags as _) };
+            }
+            "own-schedule" => {
+                rustix::thread::sched_setaffinity(None, &rustix::thread::CpuSet::new())
+                    .expect_err("no processor");
+            }
+            "affinity" => {
+                let other = rustix::thread::Pid::from_raw(1);
+                let _ = rustix::thread::sched_setaffinity(other, &rustix::thread::CpuSet::new());
+            }
+            "schedule" => {
+                // SAFETY: without attributes the kernel returns an error and does nothing.
+                unsafe { libc::syscall(libc::SYS_sched_setattr, 1, 0, 0) };
+            }
             name => panic!("{name}"),
         }
     }
@@ -606,7 +651,14 @@ mod tests {
 
     #[test]
     fn an_archive_may_connect_and_do_nothing_else_that_a_daemon_may_not() {
-        for name in ["allowed", "ring", "client", "no-unix", "list"] {
+        for name in [
+            "allowed",
+            "ring",
+            "client",
+            "no-unix",
+            "list",
+            "own-schedule",
+        ] {
             let name = format!("archive:{name}");
             assert_eq!(act_restricted(&name, "on").code(), Some(0), "{name}");
         }
@@ -619,6 +671,11 @@ mod tests {
             "raw-socket",
             "packets",
             "audit",
+            "fast-open",
+            "fast-message",
+            "fast-messages",
+            "affinity",
+            "schedule",
         ] {
             let name = format!("archive:{name}");
             let ended = act_restricted(&name, "on").signal();

@@ -101,10 +101,9 @@ pub fn bind(path: &Path, mode: u32) -> Result<(UnixListener, SocketFile), Comman
         _ => failed(&format_args!("{error}: give a path that can be written")),
     };
     let place = SocketPlace::new(path).map_err(unusable)?;
-    let locked = place.lock().map_err(|error| match error {
-        Errno::AGAIN => failed(&"another process has locked its directory: name another path"),
-        error => failed(&format_args!("its directory cannot be locked: {error}")),
-    })?;
+    let locked = place.lock();
+    let locked =
+        locked.map_err(|error| failed(&format_args!("its directory cannot be locked: {error}")))?;
     match fs::symlink_metadata(path) {
         Err(error) if error.kind() == io::ErrorKind::NotFound => {}
         Err(error) => return Err(failed(&error)),
@@ -241,6 +240,19 @@ mod tests {
         let error = bind(&path, 0o600).unwrap_err().to_string();
         assert!(error.contains("not a socket"), "{error}");
         assert_eq!(fs::read(&path).unwrap(), b"data");
+    }
+
+    /// Any user may lock a directory that he can read.
+    #[test]
+    fn whoever_keeps_the_directory_locked_stops_no_server() {
+        let directory = tempfile::tempdir().unwrap();
+        let path = directory.path().join("s");
+        let locked = fs::File::open(directory.path()).unwrap();
+        locked.lock().unwrap();
+        let (listener, file) = bind(&path, 0o600).unwrap();
+        assert!(UnixStream::connect(&path).is_ok());
+        drop((listener, file));
+        assert!(!path.exists());
     }
 
     #[test]

@@ -17,8 +17,9 @@ use rustix::net::{
     AddressFamily, SocketAddrUnix, SocketFlags, SocketType, bind, connect, listen, socket_with,
 };
 
-/// Longest wait for another server to unlock a directory.
-const PATIENCE: Duration = Duration::from_secs(10);
+/// Longest wait for another server to unlock a directory. A server has it locked for milliseconds;
+/// whoever keeps it longer is none, for any user may lock a directory that he can read.
+const PATIENCE: Duration = Duration::from_secs(5);
 
 /// Longest wait for a server that ends to close its sockets.
 const CLOSING: Duration = Duration::from_secs(1);
@@ -53,7 +54,8 @@ impl SocketPlace {
         })
     }
 
-    /// Locks the directory against other servers until the guard is dropped.
+    /// Locks the directory against other servers until the guard is dropped. Goes on without the lock
+    /// if somebody else keeps it.
     pub(super) fn lock(&self) -> Result<DirectoryLock<'_>, Errno> {
         let began = Instant::now();
         loop {
@@ -62,6 +64,8 @@ impl SocketPlace {
                 Err(Errno::AGAIN | Errno::INTR) if began.elapsed() < PATIENCE => {
                     thread::sleep(REST)
                 }
+                // Without it, two servers that start at once might take each other's name.
+                Err(Errno::AGAIN | Errno::INTR) => return Ok(DirectoryLock(&self.directory)),
                 Err(error) => return Err(error),
             }
         }
