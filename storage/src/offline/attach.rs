@@ -12,7 +12,7 @@ use std::time::Duration;
 
 use zerocopy::little_endian::{U16, U64};
 
-use crate::catalog::control::{ControlFile, real_path, register};
+use crate::catalog::control::{ControlFile, has_log, real_path, register};
 use crate::catalog::identity::{Identity, written};
 use crate::catalog::log_location::{LogLocation, refuse_other_log};
 use crate::catalog::options::{DiskOptions, default_log_dir};
@@ -24,7 +24,7 @@ use crate::log::commit::Commit;
 use crate::log::disk_state::DiskState;
 use crate::log::image::Image;
 use crate::log::spill::Spill;
-use crate::medium::file::{DataFile, set_size};
+use crate::medium::file::{DataFile, Segment, set_size};
 use crate::medium::filesystem::{self, OpenMode, PathKind, files};
 use crate::medium::lock::Access;
 use crate::medium::mark::{ImageMark, hex};
@@ -133,6 +133,14 @@ impl OpenBase {
         let mark = self.identity.mark.as_ref();
         refuse_other_format(&self.options.path, mark, self.options.format)?;
         match mark {
+            Some(ImageMark {
+                open: true, disk, ..
+            }) if headless_segments(log_dir) > 0 => Err(wrong_log_error(format!(
+                "{}: disk {} was not closed, and {}",
+                self.options.path.display(),
+                hex(disk),
+                headless_text(log_dir, headless_segments(log_dir)),
+            ))),
             Some(ImageMark {
                 open: true, disk, ..
             }) => {
@@ -381,9 +389,14 @@ fn accept(
             if let Some(why) = base.why_not(control, entry)? {
                 return Err(wrong_log_error(format!(
                     "{}: {why}; the log in {} holds {held} of its disk; put the image that they \
-                     belong to back, or discard them with: {}",
+                     belong to back; if it is this one, say so with: {}; or discard them with: {}",
                     path.display(),
                     log_dir.display(),
+                    with_log(
+                        format!("walvisor disk adopt {}", path.display()),
+                        path,
+                        log_dir
+                    ),
                     discard_command(path, log_dir),
                 )));
             }
@@ -765,6 +778,24 @@ fn count(records: u64) -> String {
 pub(crate) fn discard_command(path: &Path, log_dir: &Path) -> String {
     let discard = format!("walvisor disk discard {}", path.display());
     with_log(discard, path, log_dir)
+}
+
+/// The number of segments in a directory that has no control file: a log that has lost it.
+pub(crate) fn headless_segments(log_dir: &Path) -> usize {
+    if has_log(log_dir) {
+        return 0;
+    }
+    let segments = Segment::list(&*files(), log_dir);
+    segments.map_or(0, |segments| segments.len())
+}
+
+/// What is said of such a log.
+pub(crate) fn headless_text(log_dir: &Path, segments: usize) -> String {
+    format!(
+        "its log at {} has {segments} segments, and no control file, which says what they are: put \
+         that file back",
+        log_dir.display()
+    )
 }
 
 /// Adds the log to a command for the disk at `path`, if that is not the default.

@@ -1,14 +1,18 @@
-//! Discarding a log's records of one disk when the image that they belong to is gone.
+//! What is left to do with an image that the log does not take for its disk's: to discard the log's
+//! records of the disk, if the image that they belong to is gone, or to adopt the image, if only its
+//! identity is lost.
 //!
-//! The records stay in the log, but the disk's entry says that they are void. So a crash leaves all
-//! of them valid or none, and other disks keep theirs. Then the image at the path, if it can be the
-//! disk's, is marked as closed.
+//! Discarded records stay in the log, but the disk's entry says that they are void. So a crash
+//! leaves all of them valid or none, and other disks keep theirs. Then the image at the path, if it
+//! can be the disk's, is marked as closed.
 
 use std::path::{Path, PathBuf};
 
 use zerocopy::little_endian::U64;
 
-use crate::catalog::control::{ControlFile, find_control, has_log, open_control, real_path};
+use crate::catalog::control::{
+    ControlFile, existing_log, find_control, has_log, open_control, real_path,
+};
 use crate::catalog::identity::written;
 use crate::catalog::log_location::LogLocation;
 use crate::catalog::options::DiskOptions;
@@ -22,12 +26,12 @@ use crate::medium::filesystem::{OpenMode, files};
 use crate::medium::lock::Access;
 use crate::medium::mark::{ImageMark, hex};
 use crate::mutant::{Mutant, planted};
-use crate::offline::attach::{OpenBase, check_past};
+use crate::offline::attach::{OpenBase, check_past, headless_segments, headless_text};
 use crate::recovery::replay::{UnappliedRecords, read_for_recovery, read_log_until};
 
-/// The result of [`discard_log`].
+/// What a log holds of a disk: what [`discard_log`] has discarded, or [`adopt_image`] has kept.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct DiscardReport {
+pub struct HeldRecords {
     /// The disk's UUID: 32 hex digits.
     pub disk: String,
     /// Where the disk's image was, according to the log; `None` if there was no log.
@@ -49,9 +53,10 @@ pub struct DiscardReport {
 /// # Errors
 /// [`ErrorKind::WrongLog`] if the log has no such disk; [`ErrorKind::Damaged`] if it can't be read;
 /// [`ErrorKind::Locked`] if the log or the image is in use. Nothing is changed then.
-pub fn discard_log(path: &Path, log_dir: &Path) -> Result<DiscardReport> {
+pub fn discard_log(path: &Path, log_dir: &Path) -> Result<HeldRecords> {
     let options = DiskOptions::new(path);
     if !has_log(log_dir) {
+        refuse_headless(path, log_dir)?;
         return unmark(&OpenBase::open(&options, Access::Write, log_dir, false)?);
     }
     let mut control = open_control(log_dir, Access::Log)?;
@@ -108,26 +113,7 @@ pub fn discard_log(path: &Path, log_dir: &Path) -> Result<DiscardReport> {
     })?;
     SpillPaths::new(log_dir, &entry.disk).remove(&*files());
     if let Some(base) = &fits {
-        let mark = ImageMark {
-            disk: entry.disk,
-            generation: control.control.disks[place].next_generation.get(),
-            open: false,
-        };
-        LogLocation::of(&control).write(base.file.as_ref(), path);
-        let marked = base.file.write_mark(Some(&mark));
-        let marked = marked.and_then(|marked| base.file.sync_all().map(|()| marked));
-        let marked = marked.map_err(|error| Error::io("mark", path, error))?;
-        let mut settled = control.control.disks[place];
-        settled.settle();
-        settled.marked = u8::from(marked);
-        settled.set_inode(&base.identity.inode);
-        settled.renew_samples(base.file.as_ref());
-        settled.set_path(&base.path, &control.home)?;
-        let written = written(base.file.as_ref());
-        control.change(|control| {
-            control.disks[place] = settled;
-            control.set_written(settled.id.get(), written);
-        })?;
+        mark_as_own(base, &mut control, place, false)?;
     }
     Ok(report(
         &entry,
@@ -137,13 +123,80 @@ pub fn discard_log(path: &Path, log_dir: &Path) -> Result<DiscardReport> {
     ))
 }
 
+/// Takes the image at `path` for its disk's although it has lost its identity: it was copied
+/// without its extended attributes, or another program has written to it. The log's records of the
+/// disk, which stay, are newer than the image from now on. The disk is the one that the log has at
+/// `path`, or else the one named by the image's mark. If another image is the disk's own, the disk
+/// is then a mix of both.
+///
+/// # Errors
+/// [`ErrorKind::WrongLog`] if the log has no such disk, or the image has another size or is another
+/// disk's; [`ErrorKind::Damaged`] if the log can't be read; [`ErrorKind::Locked`] if the log or the
+/// image is in use. Nothing is changed then.
+pub fn adopt_image(path: &Path, log_dir: &Path) -> Result<HeldRecords> {
+    let mut control = existing_log(log_dir, Access::Log)?;
+    let base = OpenBase::open_as_is(&DiskOptions::new(path), Access::Write, true)?;
+    let place = find(path, Some(&base), &control, log_dir)?;
+    let entry = control.control.disks[place];
+    if is_another(&base, &control, place) || !base.size_fits(&entry) {
+        let (path, log) = (path.display(), log_dir.display());
+        let (size, want) = (base.size, entry.size.get());
+        return Err(Error::new(
+            ErrorKind::WrongLog,
+            format!(
+                "{path}: another disk's image, or one of {size} bytes where the log in {log} expects \
+                 {want}; put the right image there"
+            ),
+        ));
+    }
+    let medium = directory(log_dir, EngineKind::Blocking);
+    let (scan, mut unapplied) = read_for_recovery(&medium, log_dir, &mut control, &mut |_, _| {})?;
+    let held = unapplied.remove(&entry.id.get()).unwrap_or_default();
+    let spilled = spilled_bytes(&control, &entry);
+    let synced = base.file.sync_all();
+    synced.map_err(|error| Error::io("sync the base image", path, error))?;
+    // Its past needs the image as it was.
+    let newest = scan.newest(&control.control).lsn;
+    check_past(&base, place, &mut control, newest)?;
+    control.change_both(|control| control.disks[place].announce(1))?;
+    mark_as_own(&base, &mut control, place, true)?;
+    Ok(report(&entry, &control, (&held, spilled), true))
+}
+
+/// Marks the image as that of the disk at this place of the log's table, which was announced.
+/// `open`: the log has newer bytes.
+fn mark_as_own(base: &OpenBase, control: &mut ControlFile, place: usize, open: bool) -> Result<()> {
+    let path = &base.options.path;
+    let mut settled = control.control.disks[place];
+    let mark = ImageMark {
+        disk: settled.disk,
+        generation: settled.next_generation.get(),
+        open,
+    };
+    LogLocation::of(control).write(base.file.as_ref(), path);
+    let marked = base.file.write_mark(Some(&mark));
+    let marked = marked.and_then(|marked| base.file.sync_all().map(|()| marked));
+    let marked = marked.map_err(|error| Error::io("mark", path, error))?;
+    settled.settle();
+    settled.marked = u8::from(marked);
+    settled.set_inode(&base.identity.inode);
+    settled.renew_samples(base.file.as_ref());
+    settled.set_path(&base.path, &control.home)?;
+    let written = written(base.file.as_ref());
+    control.change(|control| {
+        control.disks[place] = settled;
+        control.set_written(settled.id.get(), written);
+    })
+}
+
 /// What [`discard_log`] would do. Changes nothing.
 ///
 /// # Errors
 /// As [`discard_log`].
-pub fn plan_discard(path: &Path, log_dir: &Path) -> Result<DiscardReport> {
+pub fn plan_discard(path: &Path, log_dir: &Path) -> Result<HeldRecords> {
     let options = DiskOptions::new(path);
     let Some(control) = find_control(log_dir, Access::LogRead)? else {
+        refuse_headless(path, log_dir)?;
         return without_log(&OpenBase::open(&options, Access::Read, log_dir, false)?);
     };
     let base = existing(OpenBase::open(&options, Access::Read, log_dir, true))?;
@@ -169,8 +222,8 @@ fn report(
     control: &ControlFile,
     (given_up, spilled): (&UnappliedRecords, u64),
     image_fits: bool,
-) -> DiscardReport {
-    DiscardReport {
+) -> HeldRecords {
+    HeldRecords {
         disk: hex(&entry.disk),
         image: Some(entry.path(&control.home)),
         records: Some(given_up.records),
@@ -227,13 +280,28 @@ fn is_another(base: &OpenBase, control: &ControlFile, place: usize) -> bool {
         })
 }
 
+/// Refuses to take a log for gone whose segments are there.
+fn refuse_headless(path: &Path, log_dir: &Path) -> Result<()> {
+    match headless_segments(log_dir) {
+        0 => Ok(()),
+        segments => Err(Error::new(
+            ErrorKind::Damaged,
+            format!(
+                "{}: {}; to give up what they hold, remove that directory first",
+                path.display(),
+                headless_text(log_dir, segments)
+            ),
+        )),
+    }
+}
+
 /// The report for an image that is marked as open, and whose log is gone.
 ///
 /// # Errors
 /// [`ErrorKind::NotFound`] if it is not marked so.
-fn without_log(base: &OpenBase) -> Result<DiscardReport> {
+fn without_log(base: &OpenBase) -> Result<HeldRecords> {
     let mark = base.identity.mark.filter(|mark| mark.open);
-    let report = mark.map(|mark| DiscardReport {
+    let report = mark.map(|mark| HeldRecords {
         disk: hex(&mark.disk),
         image: None,
         records: None,
@@ -253,11 +321,88 @@ fn without_log(base: &OpenBase) -> Result<DiscardReport> {
 }
 
 /// Removes the mark of an image whose log is gone.
-fn unmark(base: &OpenBase) -> Result<DiscardReport> {
+fn unmark(base: &OpenBase) -> Result<HeldRecords> {
     let report = without_log(base)?;
     LogLocation::remove(base.file.as_ref());
     let unmarked = base.file.write_mark(None);
     let unmarked = unmarked.and_then(|_| base.file.sync_all());
     unmarked.map_err(|error| Error::io("unmark", &base.options.path, error))?;
     Ok(report)
+}
+
+#[cfg(test)]
+#[cfg(not(feature = "shuttle"))]
+mod tests {
+    use std::time::Duration;
+
+    use super::*;
+    use crate::offline::resize::tests::{MIB, end};
+    use crate::{Operation, Store, StoreOptions, create_disk};
+
+    /// An image is copied by a program that leaves out extended attributes.
+    #[test]
+    fn an_image_without_its_identity_is_adopted_with_all_records() {
+        let dir = tempfile::tempdir().unwrap();
+        let (path, log) = (dir.path().join("disk.img"), dir.path().join("log"));
+        let options = StoreOptions {
+            segment_size: MIB,
+            close_time: Some(Duration::ZERO),
+            ..StoreOptions::default()
+        };
+        create_disk(&path, MIB, &log, &options).unwrap();
+        let open = || Store::open(&log, &[DiskOptions::new(&path)], &options);
+        let write = |store: &Store, byte: u8| {
+            let mut port = store.disks()[0].open_port().unwrap();
+            let data = crate::Buffer::from(&[byte; 512][..]);
+            end(&mut port, Operation::Write { sector: 0, data });
+            end(&mut port, Operation::Flush);
+        };
+        let read = |store: &Store| {
+            let mut port = store.disks()[0].open_port().unwrap();
+            let read = Operation::Read {
+                sector: 0,
+                sectors: 1,
+            };
+            end(&mut port, read).unwrap()[0]
+        };
+        for byte in 1..4 {
+            let store = open().unwrap();
+            write(&store, byte);
+            store.close().unwrap();
+            let bytes = std::fs::read(&path).unwrap();
+            std::fs::remove_file(&path).unwrap();
+            std::fs::write(&path, &bytes).unwrap();
+            let refused = open().map(drop).unwrap_err();
+            assert_eq!(refused.kind(), ErrorKind::WrongLog);
+            let told = refused.to_string();
+            assert!(told.contains("walvisor disk adopt"), "{told}");
+            let adopted = adopt_image(&path, &log).unwrap();
+            assert_eq!(adopted.records, plan_discard(&path, &log).unwrap().records);
+            assert!(adopted.records > Some(0));
+            let store = open().unwrap();
+            assert_eq!(read(&store), byte);
+            store.close().unwrap();
+        }
+        // The log has lost its control file.
+        let (control, away) = (log.join("control"), log.join("away"));
+        std::fs::rename(&control, &away).unwrap();
+        for told in [
+            discard_log(&path, &log).map(drop).unwrap_err(),
+            plan_discard(&path, &log).map(drop).unwrap_err(),
+            crate::inspect(&path, &log).map(drop).unwrap_err(),
+            open().map(drop).unwrap_err(),
+        ] {
+            let told = told.to_string();
+            assert!(told.contains("segments, and no control file"), "{told}");
+        }
+        std::fs::rename(&away, &control).unwrap();
+        // What can't be its image.
+        std::fs::write(&path, [0; 4096]).unwrap();
+        let refused = adopt_image(&path, &log).unwrap_err();
+        assert!(refused.to_string().contains("4096 bytes"), "{refused}");
+        let other = dir.path().join("other.img");
+        std::fs::write(&other, vec![0; MIB as usize]).unwrap();
+        let refused = adopt_image(&other, &log).unwrap_err();
+        assert_eq!(refused.kind(), ErrorKind::WrongLog);
+    }
 }

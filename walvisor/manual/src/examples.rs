@@ -31,6 +31,10 @@ pub fn of(page: &str) -> &'static [&'static str] {
             "walvisor disk discard disk.img",
             "walvisor disk discard disk.img --yes",
         ],
+        "walvisor-disk-adopt" => &[
+            "walvisor disk adopt disk.img",
+            "walvisor disk adopt disk.img --yes",
+        ],
         "walvisor-disk-resize" => &["walvisor disk resize disk.img --size 2G"],
         "walvisor-disk-leave" => &["walvisor disk leave disk.img --log shared"],
         "walvisor-disk-move-log" => &["walvisor disk move-log disk.img shared"],

@@ -80,6 +80,19 @@ enum DiskAction {
         #[arg(long)]
         json: bool,
     },
+    /// Take the image at a path for its disk's, with the log's records over it, although it was copied
+    /// without its extended attributes or another program has written to it. Without --yes, only
+    /// tells what the log holds.
+    Adopt {
+        #[command(flatten)]
+        disk: DiskPath,
+        /// Do it.
+        #[arg(long)]
+        yes: bool,
+        /// Print JSON.
+        #[arg(long)]
+        json: bool,
+    },
     /// Copy the log to the base image, which is then a plain raw image.
     Checkpoint {
         #[command(flatten)]
@@ -158,6 +171,7 @@ pub fn run(arguments: &DiskArguments) -> Result<(), CommandError> {
             ..
         } => check(disk, *threads, *json),
         DiskAction::Discard { disk, yes, json } => discard(disk, *yes, *json),
+        DiskAction::Adopt { disk, yes, json } => adopt(disk, *yes, *json),
         DiskAction::Checkpoint {
             disk,
             give_up_history,
@@ -351,6 +365,48 @@ fn check(disk: &DiskPath, threads: Threads, json: bool) -> Result<(), CommandErr
                 ""
             },
         ),
+    }
+    Ok(())
+}
+
+fn adopt(disk: &DiskPath, yes: bool, json: bool) -> Result<(), CommandError> {
+    let (name, log) = (disk.path.display(), disk.log());
+    let held = if yes {
+        storage::adopt_image(&disk.path, &log).map_err(CommandError::failed)?
+    } else {
+        storage::plan_discard(&disk.path, &log).map_err(cannot_look)?
+    };
+    let (Some(records), Some(bytes)) = (held.records, held.payload_bytes) else {
+        return Err(CommandError::Failed(format!(
+            "{name}: there is no log at {}; name its log with --log DIR",
+            log.display()
+        )));
+    };
+    let records = format!(
+        "{records} records ({}) in the log {}",
+        human_size(bytes),
+        log.display()
+    );
+    if !yes {
+        return Err(CommandError::Failed(format!(
+            "{name}: nothing is adopted yet: disk {} would be this image and {records}; if another \
+             image is its own, it would be a mix of both; to do it, add --yes",
+            held.disk
+        )));
+    }
+    if json {
+        let line = json!({
+            "disk": disk.path,
+            "uuid": held.disk,
+            "records": held.records,
+            "bytes": held.payload_bytes,
+        });
+        print(format_args!("{line}\n"));
+    } else {
+        print(format_args!(
+            "{name}: disk {} is this image and {records}\n",
+            held.disk
+        ));
     }
     Ok(())
 }

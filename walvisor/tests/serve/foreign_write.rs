@@ -37,7 +37,8 @@ fn told_later(dir: &Path, image: &File) -> String {
     let parts = [
         "another program, or a mount, has written to it since the log did",
         "the log in disk.img.wal holds 1 record of its disk; put the image that they belong to \
-         back, or discard them with: walvisor disk discard disk.img",
+         back; if it is this one, say so with: walvisor disk adopt disk.img; or discard them with: \
+         walvisor disk discard disk.img",
     ];
     let commands = ["info", "checkpoint", "snapshots", "check"];
     let told = commands.map(|command| refused(dir, &format!("disk {command} disk.img"), 1, &parts));
@@ -61,6 +62,22 @@ fn what_another_program_wrote_is_not_overwritten() {
     assert_eq!(bytes(&image, OTHER), [7; 4096]);
     assert_eq!(bytes(&image, AT), [0; 4096]);
     assert!(succeed(dir, "disk check disk.img").contains("clean"));
+}
+
+/// Its user knows that the image is the disk's all the same.
+#[test]
+fn an_image_is_adopted_with_the_records_of_the_log() {
+    let dir = &test_dir();
+    let image = killed(dir);
+    image.write_all_at(&[7; 4096], OTHER).unwrap();
+    told_later(dir, &image);
+    let parts = ["nothing is adopted yet", "1 record", "add --yes"];
+    refused(dir, "disk adopt disk.img", 1, &parts);
+    let adopted = succeed(dir, "disk adopt disk.img --yes");
+    assert!(adopted.contains("is this image and 1 record"), "{adopted}");
+    succeed(dir, "disk checkpoint disk.img");
+    assert_eq!(bytes(&image, OTHER), [7; 4096]);
+    assert_eq!(bytes(&image, AT), noise(4096));
 }
 
 #[test]
