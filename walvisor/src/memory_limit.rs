@@ -9,6 +9,7 @@ use std::path::Path;
 
 use walvisor_devices::backend::{MemoryBudget, MemoryReservation};
 
+use crate::disk_spec::DiskSpec;
 use crate::disks;
 use crate::size::show_size;
 
@@ -22,30 +23,11 @@ const REQUEST_BYTES: u64 = 16 << 20;
 ///
 /// # Errors
 /// One line: if `asked` is too small for the disks.
-pub fn set(
-    asked: Option<u64>,
-    disks: &[crate::disk_spec::DiskSpec],
-) -> Result<Option<MemoryReservation>, String> {
-    let limit = asked.unwrap_or_else(usual);
-    // A sixteenth is for buffers that are used again, and an eighth for clients that ask for
-    // little.
-    let needed = |limit| {
-        let fixed = PROCESS_BYTES + REQUEST_BYTES + disks::memory_of(disks, limit);
-        (fixed / 13 * 16).next_multiple_of(1 << 20)
-    };
-    // A larger limit has larger indexes.
-    let mut least = needed(0);
-    while least < needed(least) {
-        least = needed(least);
+pub fn set(asked: Option<u64>, disks: &[DiskSpec]) -> Result<Option<MemoryReservation>, String> {
+    if let Some(asked) = asked {
+        check(asked, disks).map_err(|error| format!("--memory-limit {error}"))?;
     }
-    if least > limit && asked.is_some() {
-        return Err(format!(
-            "--memory-limit {}: the process and its disks need {}: give more, or the logs a \
-             smaller index-memory=",
-            show_size(limit),
-            show_size(least),
-        ));
-    }
+    let (limit, least) = (asked.unwrap_or_else(usual), least(disks));
     if least > limit {
         tracing::warn!(
             "the disks need {} of memory, and this machine or cgroup has {}: give it more, or the \
@@ -57,6 +39,38 @@ pub fn set(
     let budget = MemoryBudget::of_process();
     budget.set_limit(limit.max(least));
     Ok(budget.reserve(PROCESS_BYTES))
+}
+
+/// Refuses a limit that is too small for a daemon with these disks.
+///
+/// # Errors
+/// One line.
+pub fn check(limit: u64, disks: &[DiskSpec]) -> Result<(), String> {
+    let least = least(disks);
+    if least <= limit {
+        return Ok(());
+    }
+    Err(format!(
+        "{}: the process and its disks need {}: give more, or the logs a smaller index-memory=",
+        show_size(limit),
+        show_size(least),
+    ))
+}
+
+/// The least limit of a daemon with these disks.
+fn least(disks: &[DiskSpec]) -> u64 {
+    // A sixteenth is for buffers that are used again, and an eighth for clients that ask for
+    // little.
+    let needed = |limit| {
+        let fixed = PROCESS_BYTES + REQUEST_BYTES + disks::memory_of(disks, limit);
+        (fixed / 13 * 16).next_multiple_of(1 << 20)
+    };
+    // A larger limit has larger indexes.
+    let mut least = needed(0);
+    while least < needed(least) {
+        least = needed(least);
+    }
+    least
 }
 
 /// The limit without `--memory-limit`.

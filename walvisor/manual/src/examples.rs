@@ -112,7 +112,7 @@ pub fn of(page: &str) -> &'static [&'static str] {
             &["walvisor ctl ctl.sock add-disk path=vms/b.img,log=vms/log,socket=disks.sock"]
         }
         "walvisor-ctl-remove-disk" => &["walvisor ctl ctl.sock remove-disk b.img"],
-        "walvisor-ctl-save" => &["walvisor ctl ctl.sock save"],
+        "walvisor-ctl-save" => &["walvisor ctl ctl.sock save pool.toml"],
         "walvisor-top" => &["walvisor top ctl.sock"],
         "walvisor-log" => &["walvisor log dump disk.img.wal"],
         "walvisor-log-dump" => &["walvisor log dump disk.img.wal"],

@@ -16,7 +16,7 @@ use self::answer::text;
 use super::CommandError;
 use super::disk::report_transfer;
 use super::serve::nbd::unix_uri;
-use super::serve::saving::{self, PoolChanges};
+use super::serve::saving::{self, ServedPool};
 use super::socket::bind;
 use super::socket_names::SocketNames;
 use crate::control_socket::{
@@ -195,8 +195,11 @@ pub enum CtlRequest {
         #[arg(long)]
         keep_records: bool,
     },
-    /// Write the disks that were added and removed to the daemon's configuration file
-    Save,
+    /// Write to the daemon's configuration file which disks it serves
+    Save {
+        /// The file of its --config
+        file: PathBuf,
+    },
     /// Serve a disk in use as of a point, over NBD, read-only without --scratch, until its last
     /// client is gone
     Look(LookArguments),
@@ -348,7 +351,7 @@ pub fn run(arguments: &CtlArguments) -> Result<(), CommandError> {
             disk: name.clone(),
             keep_records: *keep_records,
         },
-        CtlRequest::Save => return save(&arguments.socket, arguments.json),
+        CtlRequest::Save { file } => return save(&arguments.socket, file, arguments.json),
         CtlRequest::Look(wanted) => return look(&arguments.socket, wanted, arguments.json),
         CtlRequest::Unlook { look } => ControlCommand::Unlook {
             look: match look.metadata().map(|found| found.file_type().is_socket()) {
@@ -415,30 +418,30 @@ fn look(control: &Path, wanted: &LookArguments, json: bool) -> Result<(), Comman
     Ok(())
 }
 
-/// Writes to a daemon's configuration file which disks were added and removed.
-fn save(socket: &Path, json: bool) -> Result<(), CommandError> {
+/// Writes to a daemon's configuration file which disks it serves.
+fn save(socket: &Path, file: &Path, json: bool) -> Result<(), CommandError> {
     let answer = ask(socket, &ControlCommand::Config).map_err(CommandError::Failed)?;
-    let all = |key: &str| answer[key].as_array().into_iter().flatten();
     let kinds = DiskCommand::DOORS.into_iter().chain([DiskCommand::Serve]);
     let mut kinds = kinds.filter(|kind| answer["kind"] == kind.name());
-    let changes = PoolChanges {
+    let disks = answer["disks"].as_array().into_iter().flatten();
+    let served = ServedPool {
+        config: Path::new(answer["config"].as_str().unwrap_or_default()),
         kind: kinds.next().unwrap_or(DiskCommand::Serve),
-        added: all("added").map(|disk| text(&disk["spec"])).collect(),
-        removed: all("removed").map(text).collect(),
+        disks: disks.map(|disk| text(&disk["spec"])).collect(),
     };
-    let config = text(&answer["config"]);
-    let saved = saving::save(Path::new(&config), &changes)?;
+    let saved = saving::save(file, &served)?;
     let line = if json {
-        json!({ "config": config, "added": saved.added, "removed": saved.removed }).to_string()
+        json!({ "config": file, "added": saved.added, "removed": saved.removed }).to_string()
     } else {
         let parts = [("added", saved.added), ("removed", saved.removed)];
         let parts = parts.into_iter().filter(|(_, names)| !names.is_empty());
         let parts: Vec<_> = parts
             .map(|(how, names)| format!("{how} {}", names.join(", ")))
             .collect();
+        let file = file.display();
         match &parts[..] {
-            [] => format!("{config}: nothing to save"),
-            parts => format!("{config}: {}", parts.join("; ")),
+            [] => format!("{file}: nothing to save"),
+            parts => format!("{file}: {}", parts.join("; ")),
         }
     };
     let _ = std::io::stdout().write_all(format!("{line}\n").as_bytes());

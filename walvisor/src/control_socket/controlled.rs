@@ -1,7 +1,7 @@
 //! What a control socket controls: disks in use, and the VM or daemon that uses them.
 
 use std::ops::Deref;
-use std::path::Path;
+use std::path::PathBuf;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{Receiver, Sender, channel};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
@@ -17,7 +17,7 @@ use super::exports::Exports;
 use super::looks::Looks;
 use super::stats;
 use crate::archiving::Pushes;
-use crate::disk_spec::{DiskCommand, DiskSpec};
+use crate::disk_spec::{DiskCommand, WrittenDisk};
 use crate::disks::RemovedDisk;
 
 /// What can end the process on request.
@@ -49,7 +49,7 @@ pub trait DiskHotplug: Send + Sync {
     ///
     /// # Errors
     /// One line. Nothing has changed then.
-    fn add(&self, spec: &DiskSpec) -> Result<AddedDisk, String>;
+    fn add(&self, disk: &WrittenDisk) -> Result<AddedDisk, String>;
 
     /// Answers a disk's outstanding requests, ends its connections, and closes it. The caller must
     /// have dropped its [`DiskInUse`] of it.
@@ -58,19 +58,18 @@ pub trait DiskHotplug: Send + Sync {
     /// If the disk cannot be closed.
     fn remove(&self, name: &str, keep_records: bool) -> Result<RemovedDisk, RemovalError>;
 
-    /// The daemon's configuration file, if it has one. An absolute path.
-    fn config(&self) -> Option<&Path> {
+    /// The daemon's configuration file, and the disks that it has to describe, if there is one.
+    fn config(&self) -> Option<SavedPool> {
         None
     }
 }
 
-/// The disks that clients have added and removed.
-#[derive(Default)]
-pub(super) struct DiskChanges {
-    /// The names and the specs of the disks.
-    pub added: Vec<(String, String)>,
-    /// The names of disks that are gone.
-    pub removed: Vec<String>,
+/// What a daemon's configuration file has to say for the next start to serve what is served now.
+pub struct SavedPool {
+    /// The file. An absolute path.
+    pub file: PathBuf,
+    /// The names and the SPECs of the disks: all but those of the command line.
+    pub disks: Vec<(String, String)>,
 }
 
 /// A disk that was added.
@@ -135,7 +134,6 @@ pub struct ControlledProcess {
     pub(super) looks: Looks,
     pub(super) exports: Exports,
     pub(super) pushes: Arc<Pushes>,
-    pub(super) changes: Mutex<DiskChanges>,
     /// Locked by a client's thread while it changes anything, which may take long.
     pub(super) changing: Mutex<()>,
     /// The vCPUs and disks are paused. Changed with `changing` locked, read without it.
@@ -155,7 +153,6 @@ impl ControlledProcess {
             looks: Looks::default(),
             exports: Exports::default(),
             pushes: Arc::default(),
-            changes: Mutex::default(),
             changing: Mutex::default(),
             paused: AtomicBool::new(false),
             ending: AtomicBool::new(false),
@@ -242,11 +239,6 @@ impl ControlledProcess {
         let disks = self.disks.into_inner();
         let disks = disks.unwrap_or_else(PoisonError::into_inner).into_iter();
         disks.map(|entry| entry.listed.disk).collect()
-    }
-
-    pub(super) fn changes(&self) -> MutexGuard<'_, DiskChanges> {
-        // No panic leaves the lists half changed.
-        self.changes.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     pub(super) fn change(&self) -> MutexGuard<'_, ()> {

@@ -36,7 +36,7 @@ pub use command::{
     COMMANDS, CacheChoice, ControlCommand, ControlError, FEW_POINTS, Format, LimitChange,
     LookRequest, MOST_POINTS,
 };
-pub use controlled::{AddedDisk, ControlledProcess, DiskHotplug, Power, RemovalError};
+pub use controlled::{AddedDisk, ControlledProcess, DiskHotplug, Power, RemovalError, SavedPool};
 pub use lines::{MAX_DEPTH, MAX_LINE};
 pub use server::{MAX_CLIENTS, Server};
 

@@ -17,11 +17,11 @@ use walvisor_vmm::disk::DiskInUse;
 
 use super::command::{CacheChoice, ControlCommand, ControlError, Format, LimitChange, LookRequest};
 use super::controlled::{
-    AddedDisk, ControlledProcess, DiskHotplug, DiskLease, Power, RemovalError,
+    AddedDisk, ControlledProcess, DiskHotplug, DiskLease, Power, RemovalError, SavedPool,
 };
 use super::stats;
 use crate::disk::{cache_in_force, grow, log_name, logged};
-use crate::disk_spec::DiskSpec;
+use crate::disk_spec::WrittenDisk;
 use crate::disks::RemovedDisk;
 use crate::point::{
     GIVE_UP, mark_json, points_json, refuse_checkpoint, refuse_retention, retain_text,
@@ -64,19 +64,13 @@ impl ControlledProcess {
             )),
             ControlCommand::AddDisk { spec } => {
                 self.hotplug()?;
-                let parsed = DiskSpec::parse(spec, self.kind).map_err(ControlError::new)?;
-                let added = self.add_disk(&parsed)?;
-                let name = added["disk"].as_str().unwrap_or_default().to_owned();
-                self.changes().added.push((name, spec.clone()));
-                Ok(added)
+                let disk = WrittenDisk::parse(spec, self.kind).map_err(ControlError::new)?;
+                self.refuse_while_paused()?;
+                let added = self.hotplug()?.add(&disk).map_err(ControlError::new)?;
+                Ok(self.list_added(added))
             }
             ControlCommand::RemoveDisk { disk, keep_records } => {
-                let removed = self.remove_disk(disk, *keep_records)?;
-                let name = removed["disk"].as_str().unwrap_or_default().to_owned();
-                let mut changes = self.changes();
-                changes.added.retain(|(added, _)| *added != name);
-                changes.removed.push(name);
-                Ok(removed)
+                self.remove_disk(disk, *keep_records)
             }
             ControlCommand::Config => self.config(),
             ControlCommand::Snapshot { disk, name, alone } => {
@@ -370,34 +364,35 @@ impl ControlledProcess {
         }
     }
 
-    /// The configuration file, and what was changed since it was read.
+    /// The configuration file, and what it has to say.
     fn config(&self) -> Result<Value, ControlError> {
-        let config = self.hotplug()?.config().ok_or_else(|| {
+        let SavedPool { file, disks } = self.hotplug()?.config().ok_or_else(|| {
             ControlError::new(
-                "this daemon has no configuration file to save to: start it with --config FILE, or \
-                 give it other --disk the next time",
+                "this daemon has no configuration file: start it with --config FILE, or give it \
+                 other --disk the next time",
             )
         })?;
-        let changes = self.changes();
-        let added = changes.added.iter();
-        let added = added.map(|(name, spec)| json!({ "disk": name, "spec": spec }));
+        let disks = disks.iter();
+        let disks = disks.map(|(name, spec)| json!({ "disk": name, "spec": spec }));
         Ok(json!({
-            "config": config,
+            "config": file,
             "kind": self.kind.name(),
-            "added": added.collect::<Vec<_>>(),
-            "removed": changes.removed,
+            "disks": disks.collect::<Vec<_>>(),
         }))
     }
 
-    /// Opens a disk and serves it. Returns the answer for clients.
-    pub(crate) fn add_disk(&self, spec: &DiskSpec) -> Result<Value, ControlError> {
-        let hotplug = self.hotplug()?;
+    /// Refuses to add a disk while all are paused.
+    pub(crate) fn refuse_while_paused(&self) -> Result<(), ControlError> {
         if self.is_paused() {
             return Err(ControlError::new(
                 "the disks are paused: add the disk after 'walvisor ctl SOCKET resume'",
             ));
         }
-        let AddedDisk { disk, place } = hotplug.add(spec).map_err(ControlError::new)?;
+        Ok(())
+    }
+
+    /// Lists a disk that is served from now on. Returns the answer for clients.
+    pub(crate) fn list_added(&self, AddedDisk { disk, place }: AddedDisk) -> Value {
         let answer = json!({
             "disk": disk.name,
             "size_bytes": disk.backend.sectors() * SECTOR_SIZE,
@@ -405,7 +400,7 @@ impl ControlledProcess {
             "log": log_name(&*disk.backend),
         });
         self.publish(disk);
-        Ok(answer)
+        answer
     }
 
     /// Makes a served disk reachable for requests.

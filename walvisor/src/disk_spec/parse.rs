@@ -1,11 +1,14 @@
 //! Parses a SPEC, and refuses keys that its command or backend does not accept.
 
+use std::collections::BTreeSet;
+
 use walvisor_devices::backend::Answer;
 use walvisor_vmm::disk::DeviceKind;
 
 use super::key::{Key, listed};
 use super::spec::{BackendKind, DiskCache, DiskCommand, DiskSpec, Fabric};
 use super::table::KEYS;
+use crate::disks::LOG_KEYS;
 
 /// Why a SPEC was refused. Its text is one line and names the key.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
@@ -127,6 +130,53 @@ pub fn split_keys(text: &str) -> Result<Vec<(String, String)>, DiskSpecError> {
         None => Err(DiskSpecError::NoValue(part)),
     };
     split_parts(text).into_iter().map(key).collect()
+}
+
+/// A disk, and the words that describe it. Words are compared and saved, not the parsed disk,
+/// because a point such as `-15m` parses differently each time.
+#[derive(Clone, Debug)]
+pub struct WrittenDisk {
+    /// Keys and values. Those of a configuration file include its defaults.
+    pub keys: Vec<(String, String)>,
+    /// What they describe.
+    pub spec: DiskSpec,
+}
+
+impl WrittenDisk {
+    /// The disk of `command` that these keys and values describe.
+    ///
+    /// # Errors
+    /// As [`DiskSpec::from_keys`].
+    pub fn new(keys: Vec<(String, String)>, command: DiskCommand) -> Result<Self, DiskSpecError> {
+        let spec = DiskSpec::from_keys(&keys, command)?;
+        Ok(Self { keys, spec })
+    }
+
+    /// Parses a SPEC of `command`.
+    ///
+    /// # Errors
+    /// As [`DiskSpec::parse`].
+    pub fn parse(text: &str, command: DiskCommand) -> Result<Self, DiskSpecError> {
+        Self::new(split_keys(text)?, command)
+    }
+
+    /// Whether this, from a file with defaults, is what `other` says. What belongs to a log is said
+    /// by the first of its disks, so `other` may lack it.
+    pub fn describes(&self, other: &Self) -> bool {
+        let has = |name: &str| other.keys.iter().any(|(key, _)| key == name);
+        let mut keys = self.keys.clone();
+        keys.retain(|(key, _)| has(key) || !LOG_KEYS.contains(&key.as_str()));
+        let said = DiskSpec::from_keys(&keys, other.spec.door);
+        let sorted = |keys: &[(String, String)]| BTreeSet::from_iter(keys.iter().cloned());
+        sorted(&keys) == sorted(&other.keys) || said.as_ref() == Ok(&other.spec)
+    }
+
+    /// The SPEC.
+    pub fn text(&self) -> String {
+        let part = |(key, value): &(String, String)| format!("{key}={value}").replace(',', ",,");
+        let parts: Vec<_> = self.keys.iter().map(part).collect();
+        parts.join(",")
+    }
 }
 
 impl DiskSpec {

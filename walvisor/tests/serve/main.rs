@@ -25,6 +25,7 @@ mod points;
 mod privileges;
 mod qemu_locks;
 mod recovery;
+mod reload;
 mod sandbox;
 mod saving;
 mod scsi;

@@ -135,7 +135,9 @@ pub(super) fn shown(request: &CtlRequest, answer: &Value) -> String {
         CtlRequest::Looks => return looks(answer),
         CtlRequest::Exports => return exports(answer),
         // They print what they have done.
-        CtlRequest::Export { .. } | CtlRequest::Look(_) | CtlRequest::Save => return String::new(),
+        CtlRequest::Export { .. } | CtlRequest::Look(_) | CtlRequest::Save { .. } => {
+            return String::new();
+        }
         CtlRequest::Pause { .. } | CtlRequest::Resume { .. } => {
             let state = text(&answer["state"]);
             match &answer["disk"] {
@@ -194,10 +196,7 @@ pub(super) fn shown(request: &CtlRequest, answer: &Value) -> String {
             let (size, place) = (size(&answer["size_bytes"]), text(&answer["place"]));
             format!("serving {disk}: {size} at {place}{log}")
         }
-        CtlRequest::RemoveDisk { .. } => match &answer["note"] {
-            Value::Null => format!("{disk}: removed; its image is {}", text(&answer["image"])),
-            note => format!("{disk}: removed; {}", text(note)),
-        },
+        CtlRequest::RemoveDisk { .. } => return removed_line(answer),
         CtlRequest::Unlook { .. } => format!(
             "{}: ended, the look at {disk} as of {}",
             text(&answer["socket"]),
@@ -217,7 +216,21 @@ pub(super) fn shown(request: &CtlRequest, answer: &Value) -> String {
         }
         CtlRequest::Shutdown { .. } => "shutting down".to_owned(),
     };
+    printable(&line)
+}
+
+/// A line without what a terminal would obey.
+fn printable(line: &str) -> String {
     format!("{}\n", line.replace(char::is_control, "?"))
+}
+
+/// What became of a disk that was removed.
+pub(in crate::commands) fn removed_line(answer: &Value) -> String {
+    let disk = text(&answer["disk"]);
+    printable(&match &answer["note"] {
+        Value::Null => format!("{disk}: removed; its image is {}", text(&answer["image"])),
+        note => format!("{disk}: removed; {}", text(note)),
+    })
 }
 
 /// What was given up, after what was done.

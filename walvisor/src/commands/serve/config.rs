@@ -17,31 +17,32 @@
 //! readonly = true
 //! ```
 
+use std::collections::BTreeSet;
 use std::fmt::Display;
 use std::fs;
 use std::path::{Path, PathBuf};
 
 use toml_edit::{DocumentMut, Item, Table, TomlError, Value};
-use walvisor_devices::nbd::Tls;
 
 use super::daemon::announce;
-use super::door::Doors;
-use super::hotplug::Hotplug;
+use super::hotplug::{Hotplug, OpenedDisk};
+use super::pool::{self, Origin, PoolDisk};
 use crate::commands::CommandError;
+use crate::commands::ctl::answer::removed_line;
 use crate::commands::process::MetricsAddress;
-use crate::control_socket::ControlledProcess;
-use crate::disk_spec::{DiskCommand, DiskSpec};
-use crate::disks;
+use crate::control_socket::{AddedDisk, ControlledProcess};
+use crate::disk_spec::{DiskCommand, DiskSpec, DiskSpecError, WrittenDisk};
 use crate::landlock::AllowedPaths;
 use crate::size::{human_size, parse_size};
 
-/// The file that describes the disks of a daemon, as of the last reading.
+/// The file that describes the disks of a daemon.
 pub(super) struct PoolFile {
     path: PathBuf,
+    /// The file, and before it, if it is a link, all links on the way to it.
+    places: Vec<PathBuf>,
     /// The door of a disk that names none.
     kind: DiskCommand,
     process: ProcessKeys,
-    disks: Vec<PoolDisk>,
 }
 
 /// What the file says of the process.
@@ -51,42 +52,59 @@ struct ProcessKeys {
     metrics_listen: Option<MetricsAddress>,
 }
 
-/// A disk of the file.
-#[derive(Clone)]
-pub(super) struct PoolDisk {
-    /// The texts of the file, defaults included. They are compared instead of the spec, because a
-    /// point such as `-15m` parses differently each time.
-    keys: Vec<(String, String)>,
-    pub(super) spec: DiskSpec,
-}
-
 /// What the file says.
 pub(super) struct PoolText {
     process: ProcessKeys,
     /// The keys for disks that lack them.
     pub(super) defaults: Vec<(String, String)>,
-    pub(super) disks: Vec<PoolDisk>,
+    pub(super) disks: Vec<WrittenDisk>,
+}
+
+impl PoolText {
+    /// Refuses what no daemon could serve beside `others`.
+    pub(super) fn check(&self, others: &[PoolDisk]) -> Result<(), String> {
+        let all: Vec<_> = others.iter().cloned().chain(self.pool_disks()).collect();
+        pool::check(&all, self.process.memory_limit)
+    }
+
+    fn pool_disks(&self) -> impl Iterator<Item = PoolDisk> {
+        let disks = self.disks.iter().cloned();
+        disks.map(|disk| PoolDisk::new(disk, Origin::File))
+    }
 }
 
 impl PoolFile {
-    /// Reads the file.
+    /// Reads the file. Returns its disks too, to be served beside `others`.
     ///
     /// # Errors
-    /// If it can't be read, is not TOML, or has a disk that is wrong.
-    pub(super) fn open(path: &Path, kind: DiskCommand) -> Result<Self, CommandError> {
-        let PoolText { process, disks, .. } = read(path, kind)?;
+    /// If it can't be read, is not TOML, or no daemon could serve what it says.
+    pub(super) fn open(
+        path: &Path,
+        kind: DiskCommand,
+        others: &[PoolDisk],
+    ) -> Result<(Self, Vec<PoolDisk>), CommandError> {
+        let in_file = |error: String| CommandError::Failed(format!("{}: {error}", path.display()));
+        let text = read(path, kind).map_err(in_file)?;
+        text.check(others).map_err(in_file)?;
+        let disks = text.pool_disks().collect();
         let path = std::path::absolute(path).map_err(CommandError::failed)?;
-        Ok(Self {
+        let file = Self {
+            places: links(&path),
             path,
             kind,
-            process,
-            disks,
-        })
+            process: text.process,
+        };
+        Ok((file, disks))
     }
 
     /// Where the file is. An absolute path.
     pub(super) fn path(&self) -> &Path {
         &self.path
+    }
+
+    /// The paths that the process reads: that of the file, and of what it links to.
+    pub(super) fn places(&self) -> &[PathBuf] {
+        &self.places
     }
 
     /// The memory limit of the process, if the file sets one.
@@ -99,91 +117,138 @@ impl PoolFile {
         self.process.metrics_listen.as_ref()
     }
 
-    /// The disks.
-    pub(super) fn disks(&self) -> impl Iterator<Item = &DiskSpec> {
-        self.disks.iter().map(|disk| &disk.spec)
+    /// Where the file and its links may be replaced.
+    fn directories(&self) -> impl Iterator<Item = &Path> {
+        self.places.iter().filter_map(|place| place.parent())
     }
 
-    /// Allows reading the file again. Editors replace the file, so this allows its whole directory.
+    /// Allows reading the file again. Editors and administrators replace the file, or a link to it,
+    /// so this allows whole directories.
     pub(super) fn allow(&self, paths: &mut AllowedPaths) {
-        paths.read(self.path.parent().unwrap_or(&self.path));
+        self.directories().for_each(|place| paths.read(place));
     }
 
     /// Reads the file again, and adds and removes disks to match it. A file with an error changes
-    /// nothing. The next call retries the disks that could not be added or removed.
+    /// nothing.
     pub(super) fn reload(&mut self, controlled: &ControlledProcess, hotplug: &Hotplug) {
-        let wanted = match read(&self.path, self.kind) {
-            Ok(PoolText { process, disks, .. }) => {
-                if process != self.process {
-                    tracing::warn!(
-                        "{}: memory-limit or metrics-listen has changed; it takes effect at the \
-                         next start",
-                        self.path.display()
-                    );
-                }
-                disks
-            }
-            Err(error) => {
-                tracing::error!("{error}; the disks stay as they are");
-                return;
-            }
-        };
-        let name = |disk: &PoolDisk| hotplug.lock().doors.name(&disk.spec);
-        // 'walvisor ctl' may have added and removed disks since.
-        let served = hotplug.lock().names();
-        let names: Vec<_> = wanted.iter().map(name).collect();
-        let mut failed = 0;
-        let mut kept = Vec::new();
-        for disk in std::mem::take(&mut self.disks) {
-            let name = name(&disk);
-            if !served.contains(&name) {
-                continue;
-            }
-            if let Some(place) = names.iter().position(|other| *other == name) {
-                if wanted[place].keys != disk.keys {
-                    tracing::warn!(
-                        "{}: the keys of disk '{name}' have changed; they take effect at the next \
-                         start",
-                        self.path.display()
-                    );
-                }
-                kept.push(disk);
-            } else if let Err(error) = controlled.remove_disk(&name, false) {
-                tracing::error!("{error}");
-                failed += 1;
-                kept.push(disk);
-            }
+        let file = self.path.display();
+        match self.try_reload(controlled, hotplug) {
+            Ok(()) => tracing::info!("{file}: read again"),
+            Err(error) => tracing::error!("{file}: {error}; the disks stay as they are"),
         }
-        let known: Vec<_> = kept.iter().map(name).collect();
-        let mut count = 0;
-        for (disk, name) in wanted.into_iter().zip(names) {
-            if known.contains(&name) {
-                continue;
-            }
-            if served.contains(&name) {
-                kept.push(disk);
-                continue;
-            }
-            match controlled.add_disk(&disk.spec) {
-                Ok(added) => {
-                    let place = added["place"].as_str().unwrap_or_default();
-                    let size = human_size(added["size_bytes"].as_u64().unwrap_or(0));
-                    announce(&format!("serving {name}: {size} at {place}\n"));
-                    kept.push(disk);
-                    count += 1;
-                }
-                Err(error) => {
-                    tracing::error!("{error}");
-                    failed += 1;
-                }
-            }
-        }
-        tracing::info!(
-            "{}: read again: {count} disks added, {failed} failed",
-            self.path.display(),
-        );
-        self.disks = kept;
     }
+
+    /// See [`reload`](Self::reload). First comes all that can fail without a trace: checks, and
+    /// opening what is new.
+    ///
+    /// # Errors
+    /// One line. Nothing has changed then.
+    fn try_reload(&self, controlled: &ControlledProcess, hotplug: &Hotplug) -> Result<(), String> {
+        let file = self.path.display();
+        let text = read(&self.path, self.kind).map_err(|error| self.explain(error))?;
+        let wanted: Vec<_> = text.pool_disks().collect();
+        let has = |disks: &[PoolDisk], disk: &PoolDisk| disks.iter().any(|other| other.is(disk));
+        // What the file has never had stays.
+        let served = hotplug.lock().disks.clone();
+        let (leaving, staying): (Vec<_>, Vec<_>) = served
+            .into_iter()
+            .partition(|disk| disk.origin == Origin::File && !has(&wanted, disk));
+        let of_file = |disk: &PoolDisk| disk.origin != Origin::CommandLine && has(&wanted, disk);
+        let others = staying.iter().filter(|disk| !of_file(disk)).cloned();
+        text.check(&others.collect::<Vec<_>>())?;
+        let coming: Vec<_> = wanted.iter().filter(|disk| !has(&staying, disk)).collect();
+        if !coming.is_empty() {
+            let running = controlled.refuse_while_paused();
+            running.map_err(|error| error.to_string())?;
+        }
+        leaving
+            .iter()
+            .try_for_each(|disk| hotplug.check_removed(disk))?;
+        let opened = coming
+            .into_iter()
+            .map(|disk| hotplug.open(disk.clone(), &leaving));
+        let opened = opened.collect::<Result<Vec<_>, _>>()?;
+        // The name of a disk that leaves is free only then.
+        let waits = |disk: &OpenedDisk<'_>| leaving.iter().any(|other| other.name == disk.name());
+        let (later, now): (Vec<_>, Vec<_>) = opened.into_iter().partition(waits);
+        hotplug
+            .serve(now)?
+            .into_iter()
+            .for_each(|disk| list(controlled, disk));
+
+        if text.process != self.process {
+            tracing::warn!(
+                "{file}: memory-limit or metrics-listen has changed; it takes effect at the next \
+                 start"
+            );
+        }
+        for name in hotplug.lock().take_over(&wanted) {
+            tracing::warn!(
+                "{file}: the keys of disk '{name}' have changed; they take effect at the next start"
+            );
+        }
+        for PoolDisk { name, .. } in &leaving {
+            match controlled.remove_disk(name, false) {
+                Ok(answer) => announce(&removed_line(&answer)),
+                Err(error) => tracing::error!("{file}: {error}; the rest is carried out"),
+            }
+        }
+        for disk in later {
+            match disk.serve() {
+                Ok(added) => list(controlled, added),
+                Err(error) => tracing::error!("{file}: {error}; the rest is carried out"),
+            }
+        }
+        Ok(())
+    }
+
+    /// Says why a file that was there at the start can't be read any more.
+    fn explain(&self, error: String) -> String {
+        let real = self.path.canonicalize().unwrap_or_default();
+        let places = self
+            .directories()
+            .filter_map(|place| place.canonicalize().ok());
+        let places: BTreeSet<_> = places.collect();
+        if places.iter().any(|place| real.starts_with(place)) {
+            return error;
+        }
+        let places: Vec<_> = places
+            .iter()
+            .map(|place| place.display().to_string())
+            .collect();
+        format!(
+            "{error}: it is now {}, and this daemon reads it only from where it and its links were \
+             at the start, {}: put it there, or start the daemon again",
+            real.display(),
+            places.join(", ")
+        )
+    }
+}
+
+/// A path, and while it is a link, that to which it leads.
+fn links(path: &Path) -> Vec<PathBuf> {
+    let mut places = vec![path.to_owned()];
+    // The kernel follows 40.
+    for place in 0..40 {
+        let from = &places[place];
+        let Ok(to) = fs::read_link(from) else {
+            break;
+        };
+        places.push(from.parent().unwrap_or(from).join(to));
+    }
+    places
+}
+
+/// Makes a disk that the file has brought reachable for requests.
+fn list(controlled: &ControlledProcess, added: AddedDisk) {
+    let answer = controlled.list_added(added);
+    let text = |key: &str| answer[key].as_str().unwrap_or_default();
+    let size = human_size(answer["size_bytes"].as_u64().unwrap_or(0));
+    announce(&format!(
+        "serving {}: {size} at {}\n",
+        text("disk"),
+        text("place")
+    ));
 }
 
 /// Carries out `walvisor config check`. Returns the number of disks.
@@ -191,20 +256,14 @@ impl PoolFile {
 /// # Errors
 /// If a daemon could not serve them.
 pub(in crate::commands) fn check(path: &Path) -> Result<usize, CommandError> {
-    let pool = PoolFile::open(path, DiskCommand::Serve)?;
-    let specs: Vec<_> = pool.disks().cloned().collect();
-    let in_file = |error: String| CommandError::Failed(format!("{}: {error}", path.display()));
-    let doors = Doors::new(&specs, 0o600, false, &Tls::Off);
-    doors.check(&specs).map_err(in_file)?;
-    disks::check(&specs).map_err(in_file)?;
-    Ok(specs.len())
+    let (_, disks) = PoolFile::open(path, DiskCommand::Serve, &[])?;
+    Ok(disks.len())
 }
 
 /// What the file describes.
-fn read(path: &Path, kind: DiskCommand) -> Result<PoolText, CommandError> {
-    let in_file = |error: String| CommandError::Failed(format!("{}: {error}", path.display()));
-    let text = fs::read_to_string(path).map_err(|error| in_file(error.to_string()))?;
-    parse(&text, kind).map_err(in_file)
+fn read(path: &Path, kind: DiskCommand) -> Result<PoolText, String> {
+    let text = fs::read_to_string(path).map_err(|error| error.to_string())?;
+    parse(&text, kind)
 }
 
 pub(super) fn parse(text: &str, kind: DiskCommand) -> Result<PoolText, String> {
@@ -250,12 +309,11 @@ pub(super) fn parse(text: &str, kind: DiskCommand) -> Result<PoolText, String> {
         let number = index + 1;
         let own = keys(table).map_err(|error| format!("[[disk]] number {number}: {error}"))?;
         let keys = DiskSpec::with_defaults(&own, &defaults, kind);
-        let named = |error| match table.get("path").and_then(Item::as_str) {
+        let named = |error: DiskSpecError| match table.get("path").and_then(Item::as_str) {
             Some(path) => format!("[[disk]] number {number} ('{path}'): {error}"),
             None => format!("[[disk]] number {number}: {error}"),
         };
-        let spec = DiskSpec::from_keys(&keys, kind).map_err(named)?;
-        Ok(PoolDisk { keys, spec })
+        WrittenDisk::new(keys, kind).map_err(named)
     };
     let disks: Result<_, String> = tables.iter().enumerate().map(disk).collect();
     Ok(PoolText {

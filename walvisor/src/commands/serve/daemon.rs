@@ -1,7 +1,7 @@
 //! A daemon: one process that serves disks behind any doors. Its steps from start to end:
 //!
 //! ```text
-//!   sockets of a service manager ─▶ Doors::check ─▶ Shutdown::prepare ─▶ Doors::bind
+//!   sockets of a service manager ─▶ pool::check ─▶ Shutdown::prepare ─▶ Doors::bind
 //!     ─▶ ProcessArguments::open_disks (as `walvisor run`):
 //!        no root ─▶ Pushes::start ─▶ Landlock ─▶ disks::open ─▶ Pushes::begin
 //!     ─▶ seccomp ─▶ Doors::start ─▶ Shutdown::wait ─▶ Doors::stop
@@ -27,6 +27,7 @@ use super::config::PoolFile;
 use super::door::Doors;
 use super::hotplug::{Hotplug, ServedDisks, SharedLogs};
 use super::nbd::TlsArguments;
+use super::pool::{self, PoolDisk};
 use crate::archiving::Pushes;
 use crate::commands::CommandError;
 use crate::commands::metrics_file::MetricsFile;
@@ -35,7 +36,7 @@ use crate::commands::socket::{Sockets, remove_dead};
 use crate::commands::socket_names::SocketNames;
 use crate::control_socket::{ControlledProcess, Power, Server as ControlServer};
 use crate::disk_spec::{DiskArgument, DiskCommand, DiskSpec};
-use crate::disks::{self, group_by_log};
+use crate::disks::group_by_log;
 use crate::memory_limit;
 use crate::metrics::{DiskMetrics, render_served};
 use crate::metrics_server::MetricsServer;
@@ -111,13 +112,19 @@ impl DaemonArguments {
             ));
         }
         let mut sockets = Sockets::take(self.mode)?;
+        let mut disks: Vec<_> = self
+            .disks
+            .iter()
+            .map(|spec| PoolDisk::of_command_line(spec.clone()))
+            .collect();
+        pool::check(&disks, None).map_err(CommandError::Usage)?;
         let pool = self
             .config
             .as_deref()
-            .map(|path| PoolFile::open(path, kind));
-        let pool = pool.transpose()?;
-        let configured = pool.iter().flat_map(PoolFile::disks);
-        let specs: Vec<_> = self.disks.iter().chain(configured).cloned().collect();
+            .map(|path| PoolFile::open(path, kind, &disks));
+        let (file, configured) = pool.transpose()?.unzip();
+        disks.extend(configured.into_iter().flatten());
+        let specs = pool::specs(&disks);
         let opens = !self.disk_dirs.is_empty();
         if self.tls.is_given() && specs.iter().all(|spec| spec.door != DiskCommand::Nbd) {
             return Err(CommandError::Usage(
@@ -137,40 +144,39 @@ impl DaemonArguments {
         // Declared first, so that a socket's name is removed after its listener is dropped.
         let mut names = SocketNames::default();
         let mut doors = Doors::new(&specs, self.mode, opens, &tls);
-        doors.check(&specs).map_err(CommandError::Usage)?;
-        disks::check(&specs).map_err(CommandError::Usage)?;
         let limit = self.memory_limit;
-        let limit = limit.or_else(|| pool.as_ref()?.memory_limit());
+        let limit = limit.or_else(|| file.as_ref()?.memory_limit());
         let _memory = memory_limit::set(limit, &specs).map_err(CommandError::Usage)?;
         let metrics = self.process.metrics()?;
         self.disk_dirs.iter().for_each(|dir| remove_dead(dir));
         let shutdown = Shutdown::prepare(self, &mut names, kind, started)?;
         doors.bind(&specs, &mut sockets, &mut names)?;
-        let listen = pool.as_ref().and_then(PoolFile::metrics_listen);
+        let listen = file.as_ref().and_then(PoolFile::metrics_listen);
         let scraped = self
             .process
             .metrics_sockets(listen, &mut sockets, &mut names)?;
         sockets.finish()?;
-        let needs = self.disk_dirs.iter().chain(&self.config);
+        let config = file.iter().flat_map(PoolFile::places);
+        let needs = self.disk_dirs.iter().chain(config);
         let needs: Vec<_> = needs.map(PathBuf::as_path).collect();
         let opened = self
             .process
             .open_disks(&specs, 1, &mut names, &needs, wants_root, |paths| {
                 self.disk_dirs.iter().for_each(|dir| paths.disks_in(dir));
                 doors.allow(paths);
-                pool.iter().for_each(|pool| pool.allow(paths));
+                file.iter().for_each(|file| file.allow(paths));
             });
         let (open, logs, pushes) = opened?;
         let pushes = Arc::new(pushes);
         let logs = SharedLogs::new(logs);
         let profile = doors.profile();
-        let config = pool.as_ref().map(PoolFile::path);
-        let served = ServedDisks::new(doors, specs);
+        let config = file.as_ref().map(PoolFile::path);
+        let served = ServedDisks::new(doors, disks);
         let hotplug = Hotplug::new(served, &self.disk_dirs, &logs, config);
         let served = seccomp::restrict(self.process.seccomp, profile, opens)
             .map_err(CommandError::failed)
             .and_then(|()| serve(&hotplug, open))
-            .and_then(|disks| shutdown.wait(disks, &hotplug, pool, scraped, &pushes));
+            .and_then(|disks| shutdown.wait(disks, &hotplug, file, scraped, &pushes));
         let stopped = hotplug.lock().doors.stop();
         let served = served.map(|disks| disks.iter().map(DiskMetrics::from).collect());
         drop(names);
@@ -182,7 +188,8 @@ impl DaemonArguments {
 /// Starts to serve open disks, and prints where clients find them.
 fn serve(hotplug: &Hotplug, disks: Vec<OpenDisk>) -> Result<Vec<DiskInUse>, CommandError> {
     let mut served = hotplug.lock();
-    let ServedDisks { doors, specs, .. } = &mut *served;
+    let specs = pool::specs(&served.disks);
+    let doors = &mut served.doors;
     assert_eq!(specs.len(), disks.len(), "each disk is open");
     let (mut lines, mut in_use) = (String::new(), Vec::new());
     for (spec, disk) in specs.iter().zip(&disks) {
@@ -193,7 +200,7 @@ fn serve(hotplug: &Hotplug, disks: Vec<OpenDisk>) -> Result<Vec<DiskInUse>, Comm
         lines.push_str(&format!("serving {name}: {size} at {place}\n"));
         in_use.push(added.disk);
     }
-    for (log, members) in group_by_log(specs) {
+    for (log, members) in group_by_log(&specs) {
         // `check` has refused disks of a log that disagree.
         let mut wanted = members.iter().filter_map(|member| specs[*member].retain);
         if let Some(retain) = wanted.next() {
@@ -261,13 +268,13 @@ impl Shutdown {
     }
 
     /// Serves the control socket, and metrics at the sockets `scraped`, and waits until a signal or
-    /// a control client asks to stop. With a `pool`, SIGHUP reads its file again instead. Returns
+    /// a control client asks to stop. With a `file`, SIGHUP reads it again instead. Returns
     /// the disks that are left at the end.
     fn wait(
         mut self,
         disks: Vec<DiskInUse>,
         hotplug: &Hotplug,
-        mut pool: Option<PoolFile>,
+        mut file: Option<PoolFile>,
         scraped: Vec<OwnedFd>,
         pushes: &Arc<Pushes>,
     ) -> Result<Vec<DiskInUse>, CommandError> {
@@ -287,10 +294,10 @@ impl Shutdown {
         let metrics = metrics.map_err(CommandError::failed)?;
         let ended = loop {
             let minute = Some(Instant::now() + repeats::MINUTE);
-            match (waiter.wait(&self.signals, EventSet::IN, minute), &mut pool) {
+            match (waiter.wait(&self.signals, EventSet::IN, minute), &mut file) {
                 (Ok(WakeReason::TimedOut), _) => repeats::flush(false),
-                (Ok(WakeReason::Ready), Some(pool)) => match self.signals.take() {
-                    Ok(libc::SIGHUP) => pool.reload(&controlled, hotplug),
+                (Ok(WakeReason::Ready), Some(file)) => match self.signals.take() {
+                    Ok(libc::SIGHUP) => file.reload(&controlled, hotplug),
                     taken => break taken.map(|_| ()),
                 },
                 (ended, _) => break ended.map(|_| ()),

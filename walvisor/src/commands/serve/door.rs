@@ -62,6 +62,11 @@ pub(super) trait Door: Send {
     /// Lets clients in. Call it once.
     fn start(&mut self) -> Result<(), CommandError>;
 
+    /// Refuses to let go of a disk, as [`remove`](Self::remove) would, where that is known before.
+    fn check_removed(&self, _spec: &DiskSpec) -> Result<(), String> {
+        Ok(())
+    }
+
     /// Stops serving a disk, and returns when the daemon no longer uses it.
     ///
     /// # Errors
@@ -163,6 +168,11 @@ impl Doors {
     pub(super) fn name(&self, spec: &DiskSpec) -> String {
         self.of(spec)
             .map_or_else(|_| disk_name(spec), |door| door.name(spec))
+    }
+
+    /// As [`Door::check_removed`].
+    pub(super) fn check_removed(&self, spec: &DiskSpec) -> Result<(), String> {
+        self.of(spec)?.check_removed(spec)
     }
 }
 

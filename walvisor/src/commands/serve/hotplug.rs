@@ -12,10 +12,13 @@ use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
+use walvisor_vmm::disk::OpenDisk;
+
 use super::door::{Doors, with_door};
-use crate::control_socket::{AddedDisk, DiskHotplug, RemovalError};
-use crate::disk_spec::DiskSpec;
-use crate::disks::{self, OpenLogs, RemovedDisk, real_path};
+use super::pool::{self, Origin, PoolDisk, specs};
+use crate::control_socket::{AddedDisk, DiskHotplug, RemovalError, SavedPool};
+use crate::disk_spec::{DiskSpec, WrittenDisk};
+use crate::disks::{OpenLogs, RemovedDisk, real_path};
 
 /// The logs of a daemon, which the main thread closes at the end. To open a log and to copy its
 /// records to an image may take long, so each has a lock of its own.
@@ -80,45 +83,42 @@ impl SharedLogs {
     }
 }
 
-/// What a daemon serves.
+/// What a daemon serves. Whoever needs a list of its disks takes this one.
 pub(super) struct ServedDisks {
     /// The doors, and what is open for each.
     pub(super) doors: Doors,
     /// The disks, oldest first.
-    pub(super) specs: Vec<DiskSpec>,
+    pub(super) disks: Vec<PoolDisk>,
     /// The disks that are being opened or closed, which may take long.
-    changing: Vec<DiskSpec>,
-    /// The images of all of them by the disk's name, as they were found when it was added: to look
-    /// again would wait for a file system that does not answer.
-    images: BTreeMap<String, PathBuf>,
-}
-
-/// The image of a disk, with links resolved. Looks at the past share theirs.
-fn image_of(spec: &DiskSpec) -> Option<PathBuf> {
-    let path = spec.path.as_ref().filter(|_| spec.at.is_none())?;
-    Some(real_path(path))
+    changing: Vec<PoolDisk>,
 }
 
 impl ServedDisks {
-    pub(super) fn new(doors: Doors, specs: Vec<DiskSpec>) -> Self {
-        let image = |spec: &DiskSpec| Some((doors.name(spec), image_of(spec)?));
+    pub(super) fn new(doors: Doors, disks: Vec<PoolDisk>) -> Self {
         Self {
-            images: specs.iter().filter_map(image).collect(),
             doors,
-            specs,
+            disks,
             changing: Vec::new(),
         }
     }
 
-    /// The names of the disks in control requests.
-    pub(super) fn names(&self) -> Vec<String> {
-        let specs = self.specs.iter();
-        specs.map(|spec| self.doors.name(spec)).collect()
-    }
-
-    /// The disk with this name in `specs`.
-    fn named(&self, specs: &[DiskSpec], name: &str) -> Option<usize> {
-        specs.iter().position(|spec| self.doors.name(spec) == name)
+    /// Takes over what the file says now of the disks that are served. Returns the names of those
+    /// that are served with other keys.
+    pub(super) fn take_over(&mut self, file: &[PoolDisk]) -> Vec<String> {
+        let mut differ = Vec::new();
+        for disk in &mut self.disks {
+            let Some(said) = file.iter().find(|said| said.is(disk)) else {
+                continue;
+            };
+            let brought = disk.origin == Origin::Control && said.written.describes(&disk.written);
+            disk.origin = Origin::File;
+            if brought {
+                disk.written = said.written.clone();
+            } else if said.written.keys != disk.written.keys {
+                differ.push(disk.name.clone());
+            }
+        }
+        differ
     }
 }
 
@@ -172,8 +172,14 @@ impl Hotplug {
         ))
     }
 
-    fn check(&self, served: &ServedDisks, spec: &DiskSpec) -> Result<(), String> {
-        let name = served.doors.name(spec);
+    /// Refuses a disk that can't be added once those of `leaving` are gone.
+    fn check(
+        &self,
+        served: &ServedDisks,
+        disk: &PoolDisk,
+        leaving: &[PoolDisk],
+    ) -> Result<(), String> {
+        let (name, spec) = (&disk.name, disk.spec());
         if self.disk_dirs.is_empty() {
             let above = spec.path.as_ref();
             let above = above.map(|path| format!(", a directory above {}", path.display()));
@@ -184,23 +190,9 @@ impl Hotplug {
             ));
         }
         let door = served.doors.of(spec)?;
-        let name_of = |spec| served.doors.name(spec);
-        if served.named(&served.changing, &name).is_some() {
+        if served.changing.iter().any(|other| other.name == *name) {
             return Err(format!(
                 "disk '{name}' is being added or removed: wait for that, then add it again"
-            ));
-        }
-        if served.specs.iter().any(|other| name_of(other) == name) {
-            return Err(format!(
-                "disk '{name}' is served already: remove it first, or give the new one its own {}=",
-                door.name_key()
-            ));
-        }
-        if let Some(path) = image_of(spec)
-            && let Some((other, _)) = served.images.iter().find(|(_, image)| **image == path)
-        {
-            return Err(format!(
-                "disk '{name}': its image is served already, as '{other}': remove that disk first"
             ));
         }
         if spec.scratch {
@@ -209,29 +201,78 @@ impl Hotplug {
                  leave it out"
             ));
         }
-        let others: Vec<_> = served
-            .specs
-            .iter()
-            .chain(&served.changing)
-            .cloned()
-            .collect();
-        let socket = door.check_added(spec, &with_door(spec.door, &others))?;
+        let others = served.disks.iter().chain(&served.changing);
+        let stays = |other: &&PoolDisk| !leaving.iter().any(|disk| disk.is(other));
+        let mut all: Vec<_> = others.filter(stays).cloned().collect();
+        let others = with_door(spec.door, &specs(&all));
+        all.push(disk.clone());
+        pool::check(&all, None)?;
+        let socket = door.check_added(spec, &others)?;
         let log = spec.log_directory();
         let log = log.filter(|_| !self.logs.of(spec).open.load(Ordering::SeqCst));
         let paths = [&spec.path, &log, &socket];
         let mut paths = paths.into_iter().flatten();
-        paths.try_for_each(|path| self.check_place(&name, path))?;
-        disks::check(&[&others[..], std::slice::from_ref(spec)].concat())
+        paths.try_for_each(|path| self.check_place(name, path))
     }
 
     /// Lists a disk as one that is being changed.
-    fn change(&self, served: &mut ServedDisks, name: &str, spec: DiskSpec) -> DiskChange<'_> {
-        served.changing.push(spec);
+    fn change(&self, served: &mut ServedDisks, disk: PoolDisk) -> DiskChange<'_> {
+        served.changing.push(disk.clone());
         DiskChange {
             hotplug: self,
-            name: name.to_owned(),
-            listed: None,
+            disk,
+            listed: false,
         }
+    }
+
+    /// Opens a disk, to be served once those of `leaving` are gone.
+    ///
+    /// # Errors
+    /// One line. Nothing has changed then.
+    pub(super) fn open(
+        &self,
+        disk: PoolDisk,
+        leaving: &[PoolDisk],
+    ) -> Result<OpenedDisk<'_>, String> {
+        let mut served = self.lock();
+        self.check(&served, &disk, leaving)?;
+        let change = self.change(&mut served, disk);
+        drop(served);
+        let spec = change.disk.spec();
+        let open = self.logs.of(spec).with(|log| log.add(spec, 1))?;
+        Ok(OpenedDisk {
+            open: Some(open),
+            change,
+        })
+    }
+
+    /// Lets the clients of disks in.
+    ///
+    /// # Errors
+    /// One line. None of the disks is served then.
+    pub(super) fn serve(&self, disks: Vec<OpenedDisk<'_>>) -> Result<Vec<AddedDisk>, String> {
+        let mut added: Vec<AddedDisk> = Vec::new();
+        for disk in disks {
+            match disk.serve() {
+                Ok(one) => added.push(one),
+                Err(error) => {
+                    let names: Vec<_> = added.into_iter().map(|added| added.disk.name).collect();
+                    for name in names {
+                        if let Err(RemovalError { reason, .. }) = self.remove(&name, false) {
+                            tracing::error!("disk '{name}': {reason}");
+                        }
+                    }
+                    return Err(error);
+                }
+            }
+        }
+        Ok(added)
+    }
+
+    /// Refuses to remove a disk, where that is known before.
+    pub(super) fn check_removed(&self, disk: &PoolDisk) -> Result<(), String> {
+        let refused = self.lock().doors.check_removed(disk.spec());
+        refused.map_err(|reason| format!("disk '{}': {reason}", disk.name))
     }
 
     /// Serves a disk again after it could not be closed.
@@ -255,80 +296,91 @@ impl Hotplug {
 /// A disk that is being opened or closed. Dropping this ends that, even after a panic.
 struct DiskChange<'a> {
     hotplug: &'a Hotplug,
-    name: String,
-    /// The disk, if it is served from then on.
-    listed: Option<DiskSpec>,
+    disk: PoolDisk,
+    /// It is served from then on.
+    listed: bool,
 }
 
 impl Drop for DiskChange<'_> {
     fn drop(&mut self) {
         let mut served = self.hotplug.lock();
-        let ServedDisks {
-            doors,
-            specs,
-            changing,
-            images,
-        } = &mut *served;
-        changing.retain(|spec| doors.name(spec) != self.name);
-        if self.listed.is_none() {
-            images.remove(&self.name);
+        served.changing.retain(|disk| !disk.is(&self.disk));
+        served.disks.extend(self.listed.then(|| self.disk.clone()));
+    }
+}
+
+/// A disk that is open and not served yet. Dropping it closes it.
+pub(super) struct OpenedDisk<'a> {
+    open: Option<OpenDisk>,
+    change: DiskChange<'a>,
+}
+
+impl OpenedDisk<'_> {
+    pub(super) fn name(&self) -> &str {
+        &self.change.disk.name
+    }
+
+    /// Lets its clients in.
+    pub(super) fn serve(mut self) -> Result<AddedDisk, String> {
+        let mut served = self.change.hotplug.lock();
+        let open = self.open.as_ref().ok_or("it is no longer open")?;
+        let (name, spec) = (self.name(), self.change.disk.spec());
+        if served.disks.iter().any(|other| other.name == name) {
+            return Err(format!("another disk is still called '{name}'"));
         }
-        specs.extend(self.listed.take());
+        let added = served.doors.of_mut(spec)?.add(spec, open)?;
+        assert_eq!(
+            added.disk.name, name,
+            "'remove-disk' finds the disk by the name that clients see"
+        );
+        self.open = None;
+        self.change.listed = true;
+        Ok(added)
+    }
+}
+
+impl Drop for OpenedDisk<'_> {
+    fn drop(&mut self) {
+        if self.open.take().is_none() {
+            return;
+        }
+        let spec = self.change.disk.spec();
+        let logs = &self.change.hotplug.logs;
+        if let Err(error) = logs.of(spec).with(|log| log.remove(spec, false)) {
+            tracing::error!("{error}");
+        }
     }
 }
 
 impl DiskHotplug for Hotplug {
-    fn config(&self) -> Option<&Path> {
-        self.config.as_deref()
+    fn config(&self) -> Option<SavedPool> {
+        let file = self.config.clone()?;
+        let served = self.lock();
+        let disks = served.disks.iter();
+        let disks = disks.filter(|disk| disk.origin != Origin::CommandLine);
+        let disks = disks.map(|disk| (disk.name.clone(), disk.written.text()));
+        let disks = disks.collect();
+        Some(SavedPool { file, disks })
     }
 
-    fn add(&self, spec: &DiskSpec) -> Result<AddedDisk, String> {
-        let mut served = self.lock();
-        self.check(&served, spec)?;
-        let name = served.doors.name(spec);
-        let image = image_of(spec);
-        served
-            .images
-            .extend(image.map(|image| (name.clone(), image)));
-        let mut change = self.change(&mut served, &name, spec.clone());
-        drop(served);
-        let place = self.logs.of(spec);
-        let disk = place.with(|log| log.add(spec, 1))?;
-        let mut served = self.lock();
-        match served.doors.of_mut(spec)?.add(spec, &disk) {
-            Ok(added) => {
-                assert_eq!(
-                    added.disk.name, name,
-                    "'remove-disk' finds the disk by the name that clients see"
-                );
-                change.listed = Some(spec.clone());
-                Ok(added)
-            }
-            Err(error) => {
-                drop((served, disk));
-                if let Err(error) = place.with(|log| log.remove(spec, false)) {
-                    tracing::error!("{error}");
-                }
-                Err(error)
-            }
-        }
+    fn add(&self, disk: &WrittenDisk) -> Result<AddedDisk, String> {
+        let disk = PoolDisk::new(disk.clone(), Origin::Control);
+        self.open(disk, &[])?.serve()
     }
 
     fn remove(&self, name: &str, keep_records: bool) -> Result<RemovedDisk, RemovalError> {
         let mut served = self.lock();
         let refused = |reason: String| RemovalError { reason, disk: None };
-        let Some(place) = served.named(&served.specs, name) else {
+        let Some(place) = served.disks.iter().position(|disk| disk.name == name) else {
             return Err(refused("it is not served".to_owned()));
         };
-        let ServedDisks { doors, specs, .. } = &mut *served;
-        doors
-            .of_mut(&specs[place])
-            .map_err(refused)?
-            .remove(&specs[place])?;
-        let spec = specs.remove(place);
-        let mut change = self.change(&mut served, name, spec.clone());
+        let ServedDisks { doors, disks, .. } = &mut *served;
+        let spec = disks[place].spec().clone();
+        doors.of_mut(&spec).map_err(refused)?.remove(&spec)?;
+        let disk = disks.remove(place);
+        let mut change = self.change(&mut served, disk);
         // Until it is closed.
-        change.listed = Some(spec.clone());
+        change.listed = true;
         drop(served);
         let removed = self
             .logs
@@ -336,7 +388,7 @@ impl DiskHotplug for Hotplug {
             .with(|log| log.remove(&spec, keep_records));
         match removed {
             Ok(removed) => {
-                change.listed = None;
+                change.listed = false;
                 let doors = &mut self.lock().doors;
                 doors.of_mut(&spec).map_err(refused)?.forget(&spec);
                 Ok(removed)

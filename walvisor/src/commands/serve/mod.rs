@@ -3,6 +3,7 @@
 //! ```text
 //!   Protocol (nbd, vhost-user, tcmu, ublk, or none) ─▶ DaemonArguments::run: the steps of every daemon      daemon.rs
 //!                                                    │ --config FILE                                   config.rs, saving.rs
+//!                                                    │ the one check of all disks                      pool.rs
 //!                                                    ▼
 //!                                                  Doors: a Door for each protocol that a disk has     door.rs
 //!                                                    │   nbd.rs, vhost_user.rs, tcmu/, ublk.rs
@@ -15,6 +16,7 @@ mod daemon;
 mod door;
 mod hotplug;
 pub(super) mod nbd;
+mod pool;
 pub(super) mod saving;
 mod tcmu;
 mod ublk;

@@ -1,33 +1,32 @@
-//! `walvisor ctl SOCKET save`: writes to the file of `--config` which disks were added and removed
-//! since the daemon began. The client does it, because the daemon has given up the right to write
-//! there.
+//! `walvisor ctl SOCKET save FILE`: writes to the file of `--config` which disks the daemon serves.
+//! The client does it, because the daemon has given up the right to write there. The daemon only
+//! says what it serves: the caller names the file.
 //!
 //! The rest of the file stays as it is, comments, order and all. The new text is
 //! read again before it takes the place of the old one.
 
 use std::fs::{self, File, Permissions};
 use std::io::{self, Write};
-use std::os::unix::fs::{MetadataExt, chown};
+use std::os::unix::fs::{MetadataExt, fchown};
 use std::path::Path;
 
 use tempfile::Builder;
 use toml_edit::{DocumentMut, Item, RawString, Table, TomlError};
-use walvisor_devices::nbd::Tls;
 
 use super::config::{PoolText, parse};
-use super::door::Doors;
+use super::pool::{Origin, PoolDisk};
 use crate::commands::CommandError;
-use crate::disk_spec::{DiskCommand, DiskSpec, split_keys};
+use crate::disk_spec::{DiskCommand, DiskSpec, WrittenDisk};
 use crate::disks::{LOG_KEYS, real_path};
 
-/// What a daemon's control socket was told to change.
-pub(in crate::commands) struct PoolChanges {
+/// What a daemon says of its pool.
+pub(in crate::commands) struct ServedPool<'a> {
+    /// The file that it reads.
+    pub config: &'a Path,
     /// The door of a disk that names none.
     pub kind: DiskCommand,
-    /// The specs of the disks that were added.
-    pub added: Vec<String>,
-    /// The names of those that were removed.
-    pub removed: Vec<String>,
+    /// The specs of the disks, without those of its command line.
+    pub disks: Vec<String>,
 }
 
 /// The names of the disks that came into the file, and of those that left it.
@@ -36,19 +35,30 @@ pub(in crate::commands) struct SavedChanges {
     pub removed: Vec<String>,
 }
 
-/// Writes the changes to the file, unless it has them already.
+/// Writes to the file which disks are served, unless it says so already.
 ///
 /// # Errors
-/// If the file can't be read or written, or can't say what the daemon serves. It is then as it was.
+/// If it is not the file that the daemon reads, if it can't be read or written, or if it can't say
+/// what the daemon serves. It is then as it was.
 pub(in crate::commands) fn save(
     path: &Path,
-    changes: &PoolChanges,
+    served: &ServedPool<'_>,
 ) -> Result<SavedChanges, CommandError> {
     let in_file = |error: String| CommandError::Failed(format!("{}: {error}", path.display()));
     let failed = |error: io::Error| in_file(error.to_string());
     let path = path.canonicalize().map_err(failed)?;
+    if !served
+        .config
+        .canonicalize()
+        .is_ok_and(|config| config == path)
+    {
+        let config = served.config.display();
+        return Err(in_file(format!(
+            "the daemon reads another file, {config}: save to that file"
+        )));
+    }
     let text = fs::read_to_string(&path).map_err(failed)?;
-    let (changed, saved) = change(&text, changes).map_err(in_file)?;
+    let (changed, saved) = change(&text, served).map_err(in_file)?;
     if changed != text {
         replace(&path, &text, &changed).map_err(failed)?;
     }
@@ -62,7 +72,7 @@ fn replace(path: &Path, old: &str, new: &str) -> io::Result<()> {
     let mut file = Builder::new().prefix(".walvisor-").tempfile_in(directory)?;
     file.write_all(new.as_bytes())?;
     // Only root may give a file away.
-    let _ = chown(file.path(), Some(found.uid()), Some(found.gid()));
+    let _ = fchown(file.as_file(), Some(found.uid()), Some(found.gid()));
     let permissions: Permissions = found.permissions();
     file.as_file().set_permissions(permissions)?;
     file.as_file().sync_all()?;
@@ -75,16 +85,17 @@ fn replace(path: &Path, old: &str, new: &str) -> io::Result<()> {
     File::open(directory)?.sync_all()
 }
 
-/// The name of a disk in control requests.
-fn name(spec: &DiskSpec) -> String {
-    Doors::new(std::slice::from_ref(spec), 0o600, false, &Tls::Off).name(spec)
-}
-
-/// The text with the changes.
-fn change(text: &str, changes: &PoolChanges) -> Result<(String, SavedChanges), String> {
+/// The text with the disks that are served.
+fn change(text: &str, served: &ServedPool<'_>) -> Result<(String, SavedChanges), String> {
     let PoolText {
         disks, defaults, ..
-    } = parse(text, changes.kind)?;
+    } = parse(text, served.kind)?;
+    let missing = served.disks.iter();
+    let missing = missing.map(|spec| WrittenDisk::parse(spec, served.kind));
+    let mut missing: Vec<_> = missing
+        .collect::<Result<_, _>>()
+        .map_err(|error| error.to_string())?;
+    let name = |disk: &WrittenDisk| PoolDisk::new(disk.clone(), Origin::File).name;
     let mut document: DocumentMut = text.parse().map_err(|error: TomlError| error.to_string())?;
     let trailing = document.trailing().as_str().unwrap_or_default().to_owned();
     let tables = document
@@ -100,26 +111,20 @@ fn change(text: &str, changes: &PoolChanges) -> Result<(String, SavedChanges), S
             .prefix()
             .and_then(RawString::as_str)
             .unwrap_or_default();
-        let name = name(&disk.spec);
-        if changes.removed.contains(&name) {
+        if let Some(place) = missing.iter().position(|served| disk.describes(served)) {
+            decor.set_prefix(std::mem::take(&mut comments));
+            left.push(missing.remove(place).spec);
+        } else {
             comments.truncate(comments.trim_end_matches([' ', '\t']).len());
             tables.remove(left.len());
-            removed.push(name);
-        } else {
-            decor.set_prefix(std::mem::take(&mut comments));
-            left.push(disk.spec.clone());
+            removed.push(name(disk));
         }
     }
     comments += &trailing;
     let mut added = Vec::new();
-    for spec in &changes.added {
-        let own = split_keys(spec).map_err(|error| error.to_string())?;
-        let wanted = DiskSpec::from_keys(&own, changes.kind).map_err(|error| error.to_string())?;
+    for wanted in missing {
         let name = name(&wanted);
-        if left.iter().any(|spec| self::name(spec) == name) {
-            continue;
-        }
-        let own = beside_defaults(own, &wanted, &defaults, &left, changes.kind)
+        let own = beside_defaults(&wanted, &defaults, &left, served.kind)
             .map_err(|error| format!("disk '{name}': {error}"))?;
         let own = own
             .into_iter()
@@ -129,20 +134,22 @@ fn change(text: &str, changes: &PoolChanges) -> Result<(String, SavedChanges), S
             .decor_mut()
             .set_prefix(std::mem::take(&mut comments) + "\n");
         tables.push(table);
-        left.push(wanted);
+        left.push(wanted.spec);
         added.push(name);
     }
     document.set_trailing(comments);
     let changed = document.to_string();
     // What was written must be read.
-    parse(&changed, changes.kind)?;
+    parse(&changed, served.kind)?.check(&[])?;
     Ok((changed, SavedChanges { added, removed }))
 }
 
 /// The keys with which the disk is what it is, although the file has defaults.
 fn beside_defaults(
-    own: Vec<(String, String)>,
-    wanted: &DiskSpec,
+    WrittenDisk {
+        keys: own,
+        spec: wanted,
+    }: &WrittenDisk,
     defaults: &[(String, String)],
     others: &[DiskSpec],
     kind: DiskCommand,
@@ -158,7 +165,7 @@ fn beside_defaults(
     let real = |spec: &DiskSpec| spec.log_directory().map(|log| real_path(&log));
     let shares = log.is_some() && others.iter().any(|other| real(other) == real(wanted));
     let mut refused = None;
-    for keys in [own, with_log] {
+    for keys in [own.clone(), with_log] {
         let all = DiskSpec::with_defaults(&keys, defaults, kind);
         let mut from_file = all[keys.len()..].iter();
         let same = |(key, value): &(String, String)| {
@@ -189,21 +196,24 @@ mod tests {
         # The first.\n[[disk]]\npath = 'a'\n\n# The second,\n# of Ann.\n [[disk]] # b\npath = 'b'\nserial = 'x'\n\n\
         # Last words.\n";
 
-    fn changed(added: &[&str], removed: &[&str]) -> Result<(String, SavedChanges), String> {
-        let texts = |all: &[&str]| all.iter().map(|text| (*text).to_owned()).collect();
-        let changes = PoolChanges {
+    /// The disks of the file, as a daemon serves them.
+    const A: &str = "path=a,socket=s,log=pool.wal,retain=24h";
+    const B: &str = "path=b,serial=x,socket=s,log=pool.wal,retain=24h";
+
+    fn changed(text: &str, served: &[&str]) -> Result<(String, SavedChanges), String> {
+        let served = ServedPool {
+            config: Path::new("pool.toml"),
             kind: DiskCommand::Nbd,
-            added: texts(added),
-            removed: texts(removed),
+            disks: served.iter().map(|text| (*text).to_owned()).collect(),
         };
-        change(FILE, &changes)
+        change(text, &served)
     }
 
     #[test]
     fn only_the_tables_of_disks_that_came_or_went_change() {
-        let (text, saved) = changed(&[], &["unknown"]).unwrap();
+        let (text, saved) = changed(FILE, &[A, B]).unwrap();
         assert_eq!((text.as_str(), saved.removed.len()), (FILE, 0));
-        let (text, saved) = changed(&["path=c,,1,log=pool.wal,socket=s"], &["x"]).unwrap();
+        let (text, saved) = changed(FILE, &[A, "path=c,,1,log=pool.wal,socket=s"]).unwrap();
         let without = FILE.replace(" [[disk]] # b\npath = 'b'\nserial = 'x'\n", "");
         let table = "\n[[disk]]\npath = \"c,1\"\nlog = \"pool.wal\"\nsocket = \"s\"\n";
         assert_eq!(text, format!("{without}{table}"));
@@ -211,52 +221,53 @@ mod tests {
             (saved.added, saved.removed),
             (vec!["c,1".to_owned()], vec!["x".to_owned()])
         );
-        // A disk that is there already is not added, and one that was removed and added again takes
-        // its new keys.
-        assert_eq!(changed(&["path=b,serial=x,socket=s"], &[]).unwrap().0, FILE);
-        let (text, _) = changed(
-            &["path=b,serial=x,socket=s,log=pool.wal,cache=unsafe"],
-            &["x"],
-        )
-        .unwrap();
+        // What was saved is there, and what belongs to its log is said by another disk.
+        let (again, saved) = changed(&text, &[A, "path=c,,1,log=pool.wal,socket=s"]).unwrap();
+        assert_eq!((again, saved.added.len()), (text, 0));
+        // The order of the keys is nobody's business.
+        let b = "retain=24h,log=pool.wal,socket=s,serial=x,path=b";
+        assert_eq!(changed(FILE, &[b, A]).unwrap().0, FILE);
+        // One that was removed and added again takes its new keys.
+        let b = "path=b,serial=x,socket=s,log=pool.wal,cache=unsafe";
+        let (text, _) = changed(FILE, &[A, b]).unwrap();
         assert!(text.ends_with("cache = \"unsafe\"\n"), "{text}");
     }
 
     #[test]
     fn defaults_do_not_change_a_disk_that_is_saved() {
         // It has a log of its own, which the file has to say, and its history.
-        let error = changed(&["path=c,socket=s"], &[]).err().unwrap();
+        let error = changed(FILE, &[A, B, "path=c,socket=s"]).err().unwrap();
         assert!(
             error.contains("disk 'c': the file's [defaults] would give it retain=24h"),
             "{error}"
         );
-        let (text, _) = changed(&["path=c,socket=s,retain=24h"], &[]).unwrap();
+        let (text, _) = changed(FILE, &[A, B, "path=c,socket=s,retain=24h"]).unwrap();
         assert!(
             text.ends_with("retain = \"24h\"\nlog = \"c.wal\"\n"),
             "{text}"
         );
-        let error = changed(&[], &["a", "x"]).err().unwrap();
+        let error = changed(FILE, &[]).err().unwrap();
         assert!(error.contains("no disk: give a table"), "{error}");
     }
 
     #[test]
+    fn a_file_that_no_daemon_could_serve_is_not_written() {
+        let error = changed(FILE, &[A, B, "path=./a,serial=y,socket=s,log=pool.wal"]);
+        let error = error.err().unwrap();
+        assert!(error.contains("has the same image"), "{error}");
+    }
+
+    #[test]
     fn a_file_whose_disks_are_one_line_is_left_alone() {
-        let changes = PoolChanges {
-            kind: DiskCommand::Nbd,
-            added: Vec::new(),
-            removed: vec!["a".to_owned()],
-        };
         let a = "{ path = 'a', socket = 's' }";
         let b = "[[disk]]\npath = 'b'\nsocket = '''\n[[disk]]'''\n";
-        let error = change(&format!("disk = [{a}, {a}]\n"), &changes);
+        let served = ["path=b,socket=[[disk]]"];
+        let error = changed(&format!("disk = [{a}, {a}]\n"), &served);
         let error = error.err().unwrap();
         assert!(error.contains("write a table [[disk]] for each"), "{error}");
         // What looks like a table, in a text.
-        let (text, _) = change(
-            &format!("[[disk]]\npath = 'a'\nsocket = 's'\n{b}"),
-            &changes,
-        )
-        .unwrap();
+        let (text, _) =
+            changed(&format!("[[disk]]\npath = 'a'\nsocket = 's'\n{b}"), &served).unwrap();
         assert_eq!(text, b);
     }
 }

@@ -176,23 +176,29 @@ impl Door for VhostUserDoor {
         Ok(())
     }
 
-    fn remove(&mut self, spec: &DiskSpec) -> Result<(), RemovalError> {
-        let place = place(spec).unwrap_or_default();
-        if let Some(units) = self.units.get(&place).filter(|units| units.len() > 1) {
-            let name = disk_name(spec);
-            let others = units.len() - 1;
-            return Err(RemovalError {
-                reason: format!(
-                    "its SCSI target at {} has {others} more, and they come and go together: stop \
-                     the daemon, and start it without this disk",
-                    place.display()
-                ),
-                disk: units.iter().find(|unit| unit.name == name).cloned(),
-            });
+    fn check_removed(&self, spec: &DiskSpec) -> Result<(), String> {
+        let place = place(spec)?;
+        let others = self.units.get(&place).map_or(0, |units| units.len() - 1);
+        if others == 0 {
+            return Ok(());
         }
+        Err(format!(
+            "its SCSI target at {} has {others} more, and they come and go together: stop the \
+             daemon, and start it without this disk",
+            place.display()
+        ))
+    }
+
+    fn remove(&mut self, spec: &DiskSpec) -> Result<(), RemovalError> {
+        let (place, name) = (place(spec).unwrap_or_default(), disk_name(spec));
+        let units = self.units.get(&place).into_iter().flatten();
+        self.check_removed(spec).map_err(|reason| RemovalError {
+            reason,
+            disk: units.clone().find(|unit| unit.name == name).cloned(),
+        })?;
         self.units.remove(&place);
         if let Some(server) = &self.server {
-            server.remove(&disk_name(spec));
+            server.remove(&name);
         }
         Ok(())
     }

@@ -85,6 +85,13 @@ impl TargetDisks {
         Ok((in_use, place))
     }
 
+    /// The export of a disk that is somebody else's.
+    pub(super) fn other_export(&self, name: &str) -> Option<TargetExport> {
+        let disks = self.lock();
+        let found = disks.iter().find(|disk| disk.in_use.name == name)?;
+        found.lio.other_export()
+    }
+
     /// Stops serving a disk. `false`: no disk has this name.
     ///
     /// # Errors

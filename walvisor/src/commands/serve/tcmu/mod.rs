@@ -194,10 +194,15 @@ impl Door for TcmuDoor {
         Ok(())
     }
 
+    fn check_removed(&self, spec: &DiskSpec) -> Result<(), String> {
+        let exported = self.disks.other_export(&self.name(spec));
+        exported.map_or(Ok(()), |other| Err(exported_by(&other)))
+    }
+
     fn remove(&mut self, spec: &DiskSpec) -> Result<(), RemovalError> {
         let removed = self.disks.remove(&self.name(spec));
         removed.map(drop).map_err(|(other, disk)| RemovalError {
-            reason: format!("it is exported by {}: remove that LUN first", other.place()),
+            reason: exported_by(&other),
             disk: Some(disk),
         })
     }
@@ -218,6 +223,11 @@ impl Door for TcmuDoor {
             .try_for_each(|store| store.set_durable(true))
             .map_err(CommandError::failed)
     }
+}
+
+/// Why a disk stays.
+fn exported_by(other: &TargetExport) -> String {
+    format!("it is exported by {}: remove that LUN first", other.place())
 }
 
 /// Allows the directories of configfs that a disk needs, while it is served and when it is taken

@@ -1,0 +1,203 @@
+//! The disks of a daemon, and the one check of them.
+//!
+//! ```text
+//!   config check ─────────────────────────────────┐
+//!   start: --disk, the file of --config ──────────┤
+//!   SIGHUP: what stays, and the file ─────────────┼─▶ check
+//!   add-disk: what is served, and one more ───────┤
+//!   save: what the file would say ────────────────┘
+//! ```
+
+use std::path::PathBuf;
+
+use walvisor_devices::nbd::Tls;
+
+use super::door::Doors;
+use crate::disk_spec::{DiskSpec, WrittenDisk};
+use crate::disks::{self, real_path};
+use crate::memory_limit;
+
+/// Who has named a disk.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Origin {
+    /// `--disk`. Such a disk is in no file.
+    CommandLine,
+    /// The file of `--config`, when it was last read.
+    File,
+    /// `add-disk`, and not the file so far.
+    Control,
+}
+
+/// What tells a disk from others, whatever it is called.
+#[derive(Clone, Debug, PartialEq, Eq)]
+enum Identity {
+    /// The image, with links resolved.
+    Image(PathBuf),
+    /// The image of a look, its point, and its name, since there may be more of that point.
+    Look(PathBuf, String, String),
+    /// The name of a disk in memory, which has nothing else.
+    Memory(String),
+}
+
+/// A disk that a daemon serves, or is to serve.
+#[derive(Clone, Debug)]
+pub(super) struct PoolDisk {
+    pub(super) written: WrittenDisk,
+    pub(super) origin: Origin,
+    /// Its name in control requests and metrics.
+    pub(super) name: String,
+    /// As it was when the disk was named: to look for its image again would wait for a file system
+    /// that does not answer.
+    identity: Identity,
+}
+
+impl PoolDisk {
+    pub(super) fn new(written: WrittenDisk, origin: Origin) -> Self {
+        let WrittenDisk { keys, spec } = &written;
+        let doors = Doors::new(std::slice::from_ref(spec), 0o600, false, &Tls::Off);
+        let name = doors.name(spec);
+        let said = keys.iter().find(|(key, _)| key == "at");
+        let identity = match (&spec.path, &spec.at) {
+            (Some(path), None) => Identity::Image(real_path(path)),
+            (Some(path), Some(at)) => {
+                let at = said.map_or_else(|| format!("{at:?}"), |(_, at)| at.clone());
+                Identity::Look(real_path(path), at, name.clone())
+            }
+            (None, _) => Identity::Memory(name.clone()),
+        };
+        Self {
+            written,
+            origin,
+            name,
+            identity,
+        }
+    }
+
+    /// A disk of the command line.
+    pub(super) fn of_command_line(spec: DiskSpec) -> Self {
+        let keys = Vec::new();
+        Self::new(WrittenDisk { keys, spec }, Origin::CommandLine)
+    }
+
+    pub(super) fn spec(&self) -> &DiskSpec {
+        &self.written.spec
+    }
+
+    /// Whether both are one disk, however it is called.
+    pub(super) fn is(&self, other: &Self) -> bool {
+        self.identity == other.identity
+    }
+
+    /// Whether both have one image. Looks at the past share it.
+    fn shares_image(&self, other: &Self) -> bool {
+        matches!(self.identity, Identity::Image(_)) && self.is(other)
+    }
+}
+
+/// The specs of disks.
+pub(super) fn specs(disks: &[PoolDisk]) -> Vec<DiskSpec> {
+    disks.iter().map(|disk| disk.spec().clone()).collect()
+}
+
+/// Refuses disks that no daemon could serve together, or not with the memory that their file gives
+/// it. Nothing is opened.
+///
+/// # Errors
+/// One line that names the disks.
+pub(super) fn check(disks: &[PoolDisk], memory_limit: Option<u64>) -> Result<(), String> {
+    let pairs = || {
+        let places = disks.iter().enumerate();
+        places.flat_map(|(place, disk)| disks[..place].iter().map(move |other| (disk, other)))
+    };
+    if let Some((disk, other)) = pairs().find(|(disk, other)| disk.shares_image(other)) {
+        return Err(format!(
+            "disk '{}': another disk, '{}', has the same image: leave one of them out",
+            disk.name, other.name
+        ));
+    }
+    let specs = specs(disks);
+    let doors = Doors::new(&specs, 0o600, false, &Tls::Off);
+    doors.check(&specs)?;
+    disks::check(&specs)?;
+    if let Some((disk, other)) = pairs().find(|(disk, other)| disk.name == other.name) {
+        return Err(format!(
+            "disk '{}': another disk, '{}', is called '{}' too: give one of them its own {}=",
+            disk.spec().name(),
+            other.spec().name(),
+            disk.name,
+            doors.of(disk.spec())?.name_key()
+        ));
+    }
+    let memory = memory_limit.map_or(Ok(()), |limit| memory_limit::check(limit, &specs));
+    memory.map_err(|error| format!("[defaults]: memory-limit: {error}"))
+}
+
+#[cfg(test)]
+mod tests {
+    use std::fs::File;
+    use std::os::unix::fs::symlink;
+
+    use super::*;
+    use crate::disk_spec::DiskCommand;
+
+    fn disk(text: &str) -> PoolDisk {
+        let written = WrittenDisk::parse(text, DiskCommand::Serve).unwrap();
+        PoolDisk::new(written, Origin::File)
+    }
+
+    #[test]
+    fn a_disk_is_its_image_and_point_and_not_its_serial() {
+        let dir = tempfile::tempdir().unwrap();
+        let at = |name: &str| dir.path().join(name).display().to_string();
+        File::create(at("a")).unwrap();
+        symlink("a", at("link")).unwrap();
+        let of = |name: &str, keys: &str| disk(&format!("path={},door=nbd,port=1{keys}", at(name)));
+        let a = of("a", ",serial=x");
+        assert!(a.is(&of("link", ",serial=y,readonly=on,log=l")));
+        assert!(!a.is(&of("b", ",serial=x")));
+        assert!(!a.is(&of("a", ",serial=x,at=-15m")));
+        assert!(of("a", ",at=-15m").is(&of("a", ",at=-15m")));
+        assert!(!of("a", ",at=-15m").is(&of("a", ",at=-16m")));
+        assert!(!of("a", ",at=-15m").is(&of("a", ",at=-15m,serial=x")));
+        let memory = |name: &str| {
+            disk(&format!(
+                "backend=ram,size=1M,door=nbd,port=1,serial={name}"
+            ))
+        };
+        assert!(memory("x").is(&memory("x")) && !memory("x").is(&memory("y")));
+    }
+
+    #[test]
+    fn two_disks_have_two_names_and_two_images() {
+        let both = |texts: [&str; 2], part: &str| {
+            let error = check(&texts.map(disk), None).unwrap_err();
+            assert!(error.contains(part), "{texts:?}: {error}");
+        };
+        both(
+            [
+                "path=a,door=nbd,port=1,serial=x",
+                "path=b,door=vhost-user,socket=s,serial=x",
+            ],
+            "disk 'b': another disk, 'a', is called 'x' too: give one of them its own serial=",
+        );
+        both(
+            [
+                "path=a,door=nbd,port=1",
+                "path=./a,door=nbd,port=1,serial=x",
+            ],
+            "disk 'x': another disk, 'a', has the same image",
+        );
+        both(
+            [
+                "backend=ram,size=1M,door=nbd,port=1",
+                "backend=ram,size=1M,door=nbd,port=2",
+            ],
+            "is called 'ram disk' too",
+        );
+        let looks =
+            ["1", "2"].map(|n| disk(&format!("path=a,door=nbd,port=1,at=cid:{n},serial={n}")));
+        check(&looks, None).unwrap();
+        let error = check(&looks, Some(1 << 20)).unwrap_err();
+        assert!(error.contains("need"), "{error}");
+    }
+}

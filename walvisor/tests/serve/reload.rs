@@ -1,0 +1,219 @@
+//! SIGHUP: a pool's file is carried out as a whole, or not at all.
+
+use std::fs::{self, File};
+use std::os::unix::fs::symlink;
+use std::path::Path;
+
+use rustix::process::Signal;
+use walvisor_testkit::nbd::RawClient;
+use walvisor_testkit::{Process, wait_until};
+
+use super::{
+    Daemon, MIB, create, ctl, disk_names, errors, refused, serve_command, serve_telling, test_dir,
+};
+
+/// The beginning of each file here.
+const DEFAULTS: &str = "[defaults]\ndoor = 'nbd'\nlog = 'log'\nsocket = 'n'\n";
+const SERVE: &str = "--config pool.toml --control ctl --disk-dir .";
+
+/// A table for each disk, which the keys describe.
+fn pool(disks: &[&str]) -> String {
+    let tables = disks.iter().map(|keys| format!("[[disk]]\n{keys}\n"));
+    DEFAULTS.to_owned() + &tables.collect::<String>()
+}
+
+fn write(dir: &Path, disks: &[&str]) {
+    fs::write(dir.join("pool.toml"), pool(disks)).unwrap();
+}
+
+/// Has the daemon read its file again, and waits until it has said `part`.
+#[track_caller]
+fn reload_says(daemon: &Daemon, dir: &Path, part: &str) {
+    daemon.signal(Signal::HUP);
+    wait_until(part, || errors(dir).contains(part));
+}
+
+#[test]
+fn a_file_that_is_wrong_anywhere_changes_nothing() {
+    let dir = &test_dir();
+    for disk in ["a", "b", "c", "d"] {
+        create(dir, disk, "1M --log log");
+    }
+    symlink("c", dir.join("same")).unwrap();
+    write(dir, &["path = 'a'", "path = 'b'"]);
+    let daemon = serve_telling(dir, SERVE, 2);
+    let mut client = RawClient::extended_to(&dir.join("n"), "b");
+    for (disks, part) in [
+        // What the check of the file refuses.
+        (
+            [
+                "path = 'c'\nclose-seconds = 1",
+                "path = 'd'\nclose-seconds = 2",
+            ],
+            "disagree about close-seconds",
+        ),
+        (
+            [
+                "path = 'c'\nserial = 'x'",
+                "path = 'd'\nserial = 'x'\ndoor = 'vhost-user'\nsocket = 'v'",
+            ],
+            "disk 'd': another disk, 'c', is called 'x' too",
+        ),
+        (
+            ["path = 'c'", "path = 'same'"],
+            "disk 'same': another disk, 'c', has the same image",
+        ),
+    ] {
+        write(dir, &["path = 'a'", disks[0], disks[1]]);
+        refused(dir, "config check pool.toml", 1, &["pool.toml: ", part]);
+        refused(dir, "serve --config pool.toml", 1, &["pool.toml: ", part]);
+        reload_says(&daemon, dir, part);
+        assert_eq!(disk_names(dir), ["a", "b"], "{part}");
+    }
+    for (disks, part) in [
+        // What this daemon can't do, after a disk that it could add.
+        (
+            [
+                "path = 'c'",
+                "path = 'd'\ndoor = 'vhost-user'\nsocket = 'v'",
+            ],
+            "started with no disk with door=vhost-user",
+        ),
+        (
+            ["path = 'c'", "path = 'd'\nsocket = 'other'"],
+            "only where this daemon listens already",
+        ),
+        (["path = 'c'", "path = 'missing'"], "missing: "),
+    ] {
+        write(dir, &["path = 'a'", disks[0], disks[1]]);
+        reload_says(&daemon, dir, part);
+        assert_eq!(disk_names(dir), ["a", "b"], "{part}");
+    }
+    let told = errors(dir);
+    assert_eq!(told.lines().count(), 6, "{told}");
+    for line in told.lines() {
+        assert!(line.contains("pool.toml: "), "{line}");
+        assert!(line.ends_with("the disks stay as they are"), "{line}");
+    }
+    client.write(1, 0, &[7; 512]);
+    // Nothing of the refused files is in the way of one that is right.
+    write(dir, &["path = 'a'", "path = 'c'", "path = 'd'"]);
+    daemon.signal(Signal::HUP);
+    wait_until("the disks", || disk_names(dir) == ["a", "c", "d"]);
+    assert!(client.is_closed());
+    assert_eq!(errors(dir), told);
+    daemon.stop();
+}
+
+/// One that SIGHUP has removed is named as `ctl remove-disk` names it; one that may not go stays,
+/// with all else.
+#[test]
+fn a_disk_that_goes_is_named() {
+    let dir = &test_dir();
+    for disk in ["a", "b", "c"] {
+        create(dir, disk, "1M --log log");
+    }
+    let scsi =
+        |disk: &str| format!("path = '{disk}'\ndoor = 'vhost-user'\ndevice = 'scsi'\nsocket = 'v'");
+    write(dir, &["path = 'a'", &scsi("b"), &scsi("c")]);
+    let [said, errors] = ["said", "errors"].map(|name| File::create(dir.join(name)).unwrap());
+    let mut command = serve_command(SERVE);
+    command.current_dir(dir).stdout(said).stderr(errors);
+    let daemon = Process::spawn(&mut command);
+    let says = |name: &str, part: &str| {
+        wait_until(part, || {
+            fs::read_to_string(dir.join(name)).unwrap().contains(part)
+        });
+    };
+    says("said", "serving c: ");
+    write(dir, &[&scsi("b")]);
+    daemon.signal(Signal::HUP);
+    says("errors", "disk 'c': its SCSI target");
+    assert_eq!(disk_names(dir), ["a", "b", "c"]);
+    write(dir, &[&scsi("b"), &scsi("c")]);
+    daemon.signal(Signal::HUP);
+    says("said", "\na: removed; its image is complete\n");
+    assert_eq!(disk_names(dir), ["b", "c"]);
+}
+
+#[test]
+fn disks_are_known_by_their_images_whatever_their_serials() {
+    let dir = &test_dir();
+    create(dir, "a", "1M --log log");
+    create(dir, "b", "2M --log log");
+    symlink("a", dir.join("link")).unwrap();
+    write(dir, &["path = 'a'\nserial = 'x'"]);
+    let daemon = serve_telling(dir, SERVE, 1);
+    let mut client = RawClient::extended_to(&dir.join("n"), "x");
+    // The same disk, which keeps its clients.
+    write(dir, &["path = 'link'\nserial = 'y'"]);
+    reload_says(&daemon, dir, "the keys of disk 'x' have changed");
+    client.write(1, 0, &[7; 512]);
+    // Another disk with the same serial.
+    write(dir, &["path = 'b'\nserial = 'x'"]);
+    daemon.signal(Signal::HUP);
+    assert!(client.is_closed());
+    wait_until("the other disk", || {
+        ctl(dir, "stats")["disks"][0]["size_bytes"] == 2 * MIB
+    });
+    assert_eq!(disk_names(dir), ["x"]);
+    daemon.stop();
+}
+
+/// Pools whose files are links that are swapped. The daemon may read nothing else of `dir`.
+#[test]
+fn a_file_behind_links_is_read_again() {
+    let dir = &test_dir();
+    for place in ["disks", "etc", "links", "versions", "elsewhere"] {
+        fs::create_dir(dir.join(place)).unwrap();
+    }
+    for disk in ["a", "b", "c"] {
+        create(dir, &format!("disks/{disk}"), "1M --log disks/log");
+    }
+    let version = |name: &str, disks: &[&str]| {
+        let keys: Vec<_> = disks
+            .iter()
+            .map(|disk| format!("path = 'disks/{disk}'"))
+            .collect();
+        let keys: Vec<_> = keys.iter().map(String::as_str).collect();
+        let text = pool(&keys).replace("log = 'log'", "log = 'disks/log'");
+        fs::write(dir.join(name), text).unwrap();
+    };
+    let swap = |link: &str, to: &str| {
+        symlink(to, dir.join("new")).unwrap();
+        fs::rename(dir.join("new"), dir.join(link)).unwrap();
+    };
+    version("versions/1.toml", &["a"]);
+    swap("links/current.toml", "../versions/1.toml");
+    swap("etc/pool.toml", "../links/current.toml");
+    let arguments = "--config etc/pool.toml --control ctl --disk-dir disks";
+    let daemon = serve_telling(dir, arguments, 1);
+    let reload = |disks: &[&str]| {
+        daemon.signal(Signal::HUP);
+        let names: Vec<_> = disks.iter().map(|disk| format!("disks/{disk}")).collect();
+        wait_until("the disks", || disk_names(dir) == names);
+    };
+    version("versions/1.toml", &["a", "b"]);
+    reload(&["a", "b"]);
+    version("versions/2.toml", &["a", "c"]);
+    swap("links/current.toml", "../versions/2.toml");
+    reload(&["a", "c"]);
+    version("links/3.toml", &["a"]);
+    swap("etc/pool.toml", "../links/3.toml");
+    reload(&["a"]);
+    assert_eq!(errors(dir), "");
+    version("elsewhere/4.toml", &["a", "b"]);
+    swap("etc/pool.toml", "../elsewhere/4.toml");
+    reload_says(&daemon, dir, "etc/pool.toml: Permission denied");
+    let told = errors(dir);
+    for part in [
+        "/etc, ",
+        "/links, ",
+        "/versions: ",
+        "start the daemon again",
+    ] {
+        assert!(told.contains(part), "{part}: {told}");
+    }
+    assert_eq!(disk_names(dir), ["disks/a"]);
+    daemon.stop();
+}
