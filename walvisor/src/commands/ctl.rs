@@ -12,7 +12,7 @@ use clap::{Args, Subcommand};
 use serde_json::json;
 use walvisor_storage::{Transfer, receive_image, scratch_file};
 
-use self::answer::text;
+use self::answer::{printable, text};
 use super::CommandError;
 use super::disk::report_transfer;
 use super::serve::nbd::unix_uri;
@@ -431,7 +431,8 @@ fn save(socket: &Path, file: &Path, json: bool) -> Result<(), CommandError> {
     };
     let saved = saving::save(file, &served)?;
     let line = if json {
-        json!({ "config": file, "added": saved.added, "removed": saved.removed }).to_string()
+        let done = json!({ "config": file, "added": saved.added, "removed": saved.removed });
+        format!("{done}\n")
     } else {
         let parts = [("added", saved.added), ("removed", saved.removed)];
         let parts = parts.into_iter().filter(|(_, names)| !names.is_empty());
@@ -439,12 +440,12 @@ fn save(socket: &Path, file: &Path, json: bool) -> Result<(), CommandError> {
             .map(|(how, names)| format!("{how} {}", names.join(", ")))
             .collect();
         let file = file.display();
-        match &parts[..] {
+        printable(&match &parts[..] {
             [] => format!("{file}: nothing to save"),
             parts => format!("{file}: {}", parts.join("; ")),
-        }
+        })
     };
-    let _ = std::io::stdout().write_all(format!("{line}\n").as_bytes());
+    let _ = std::io::stdout().write_all(line.as_bytes());
     Ok(())
 }
 

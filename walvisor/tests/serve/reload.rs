@@ -217,3 +217,26 @@ fn a_file_behind_links_is_read_again() {
     assert_eq!(disk_names(dir), ["disks/a"]);
     daemon.stop();
 }
+
+/// Its log is open, so the disk can't set its keys, and need not.
+#[test]
+fn a_disk_joins_a_log_whose_keys_are_in_the_defaults() {
+    let dir = &test_dir();
+    for disk in ["a", "b"] {
+        create(dir, disk, "1M --log log");
+    }
+    let write = |disks: &[&str], retain: &str| {
+        let defaults = format!("{DEFAULTS}retain = '{retain}'\n");
+        let text = pool(disks).replace(DEFAULTS, &defaults);
+        fs::write(dir.join("pool.toml"), text).unwrap();
+    };
+    write(&["path = 'a'"], "1h");
+    let daemon = serve_telling(dir, SERVE, 1);
+    write(&["path = 'a'", "path = 'b'"], "2h");
+    reload_says(&daemon, dir, "disagree about retain");
+    assert_eq!(disk_names(dir), ["a"]);
+    write(&["path = 'a'", "path = 'b'"], "1h");
+    daemon.signal(Signal::HUP);
+    wait_until("the disk", || disk_names(dir) == ["a", "b"]);
+    daemon.stop();
+}

@@ -220,7 +220,7 @@ pub(super) fn shown(request: &CtlRequest, answer: &Value) -> String {
 }
 
 /// A line without what a terminal would obey.
-fn printable(line: &str) -> String {
+pub(super) fn printable(line: &str) -> String {
     format!("{}\n", line.replace(char::is_control, "?"))
 }
 

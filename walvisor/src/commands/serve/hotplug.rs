@@ -18,7 +18,7 @@ use super::door::{Doors, with_door};
 use super::pool::{self, Origin, PoolDisk, specs};
 use crate::control_socket::{AddedDisk, DiskHotplug, RemovalError, SavedPool};
 use crate::disk_spec::{DiskSpec, WrittenDisk};
-use crate::disks::{OpenLogs, RemovedDisk, real_path};
+use crate::disks::{LOG_KEYS, OpenLogs, RemovedDisk, real_path};
 
 /// The logs of a daemon, which the main thread closes at the end. To open a log and to copy its
 /// records to an image may take long, so each has a lock of its own.
@@ -120,6 +120,18 @@ impl ServedDisks {
         }
         differ
     }
+}
+
+/// A disk without the keys of its log that a served disk has said already, in the same words: it
+/// joins that log, and can't set them.
+fn spec_to_open(served: &ServedDisks, disk: &PoolDisk) -> DiskSpec {
+    let (spec, log) = (disk.spec(), OpenLogs::directory_of(disk.spec()));
+    let shares = |other: &&PoolDisk| log.is_some() && OpenLogs::directory_of(other.spec()) == log;
+    let others = served.disks.iter().filter(shares);
+    let said: Vec<_> = others.flat_map(|other| &other.written.keys).collect();
+    let mut keys = disk.written.keys.clone();
+    keys.retain(|key| !LOG_KEYS.contains(&key.0.as_str()) || !said.contains(&key));
+    DiskSpec::from_keys(&keys, spec.door).unwrap_or_else(|_| spec.clone())
 }
 
 /// Adds disks to a daemon, and removes them. Copies share the disks. No lock that others need is
@@ -236,10 +248,10 @@ impl Hotplug {
     ) -> Result<OpenedDisk<'_>, String> {
         let mut served = self.lock();
         self.check(&served, &disk, leaving)?;
+        let spec = spec_to_open(&served, &disk);
         let change = self.change(&mut served, disk);
         drop(served);
-        let spec = change.disk.spec();
-        let open = self.logs.of(spec).with(|log| log.add(spec, 1))?;
+        let open = self.logs.of(&spec).with(|log| log.add(&spec, 1))?;
         Ok(OpenedDisk {
             open: Some(open),
             change,
