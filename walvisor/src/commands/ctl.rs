@@ -420,16 +420,19 @@ fn look(control: &Path, wanted: &LookArguments, json: bool) -> Result<(), Comman
 
 /// Writes to a daemon's configuration file which disks it serves.
 fn save(socket: &Path, file: &Path, json: bool) -> Result<(), CommandError> {
-    let answer = ask(socket, &ControlCommand::Config).map_err(CommandError::Failed)?;
+    let config = |saved| ask(socket, &ControlCommand::Config { saved });
+    let answer = config(Vec::new()).map_err(CommandError::Failed)?;
     let kinds = DiskCommand::DOORS.into_iter().chain([DiskCommand::Serve]);
     let mut kinds = kinds.filter(|kind| answer["kind"] == kind.name());
-    let disks = answer["disks"].as_array().into_iter().flatten();
+    let disks = || answer["disks"].as_array().into_iter().flatten();
     let served = ServedPool {
         config: Path::new(answer["config"].as_str().unwrap_or_default()),
         kind: kinds.next().unwrap_or(DiskCommand::Serve),
-        disks: disks.map(|disk| text(&disk["spec"])).collect(),
+        disks: disks().map(|disk| text(&disk["spec"])).collect(),
     };
     let saved = saving::save(file, &served)?;
+    // A daemon that has ended meanwhile reads the file when it starts.
+    let _ = config(disks().map(|disk| text(&disk["disk"])).collect());
     let line = if json {
         let done = json!({ "config": file, "added": saved.added, "removed": saved.removed });
         format!("{done}\n")

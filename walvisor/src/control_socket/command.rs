@@ -271,9 +271,11 @@ pub enum ControlCommand {
         /// What its image lacks stays beside the log, and the image is left as it is.
         keep_records: bool,
     },
-    /// Report the daemon's configuration file, and which disks clients have added and removed
-    /// since.
-    Config,
+    /// Report the daemon's configuration file, and the disks that it has to describe.
+    Config {
+        /// The disks that it describes by now.
+        saved: Vec<String>,
+    },
     /// Serve a disk as of a point, on the listening socket whose descriptor comes with the request.
     Look(LookRequest),
     /// End a look.
@@ -427,6 +429,13 @@ struct RemoveArguments {
 
 #[derive(Deserialize)]
 #[serde(deny_unknown_fields)]
+struct ConfigArguments {
+    #[serde(default)]
+    saved: Vec<String>,
+}
+
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
 struct NamedDisk {
     disk: String,
 }
@@ -488,7 +497,7 @@ impl ControlCommand {
                 "remove-disk",
                 json!({ "disk": disk, "keep_records": keep_records }),
             ),
-            Self::Config => ("config", json!({})),
+            Self::Config { saved } => ("config", json!({ "saved": saved })),
             Self::Look(request) => ("look", json!(request)),
             Self::Unlook { look } => ("unlook", json!({ "look": look })),
             Self::Looks => ("looks", json!({})),
@@ -603,7 +612,10 @@ impl ControlCommand {
                 let RemoveArguments { disk, keep_records } = read(name, arguments)?;
                 Self::RemoveDisk { disk, keep_records }
             }
-            "config" => read(name, arguments).map(|NoArguments {}| Self::Config)?,
+            "config" => {
+                let ConfigArguments { saved } = read(name, arguments)?;
+                Self::Config { saved }
+            }
             "look" => Self::Look(read(name, arguments)?),
             "unlook" => {
                 let UnlookArguments { look } = read(name, arguments)?;

@@ -58,10 +58,9 @@ pub trait DiskHotplug: Send + Sync {
     /// If the disk cannot be closed.
     fn remove(&self, name: &str, keep_records: bool) -> Result<RemovedDisk, RemovalError>;
 
-    /// The daemon's configuration file, and the disks that it has to describe, if there is one.
-    fn config(&self) -> Option<SavedPool> {
-        None
-    }
+    /// The daemon's configuration file, if there is one, and the disks that it has to describe.
+    /// `saved`: those that a client has written there.
+    fn config(&self, saved: &[String]) -> Option<SavedPool>;
 }
 
 /// What a daemon's configuration file has to say for the next start to serve what is served now.

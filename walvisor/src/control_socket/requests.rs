@@ -72,7 +72,7 @@ impl ControlledProcess {
             ControlCommand::RemoveDisk { disk, keep_records } => {
                 self.remove_disk(disk, *keep_records)
             }
-            ControlCommand::Config => self.config(),
+            ControlCommand::Config { saved } => self.config(saved),
             ControlCommand::Snapshot { disk, name, alone } => {
                 let made = if *alone {
                     let disk = self.disk(disk.as_deref())?;
@@ -365,8 +365,8 @@ impl ControlledProcess {
     }
 
     /// The configuration file, and what it has to say.
-    fn config(&self) -> Result<Value, ControlError> {
-        let SavedPool { file, disks } = self.hotplug()?.config().ok_or_else(|| {
+    fn config(&self, saved: &[String]) -> Result<Value, ControlError> {
+        let SavedPool { file, disks } = self.hotplug()?.config(saved).ok_or_else(|| {
             ControlError::new(
                 "this daemon has no configuration file: start it with --config FILE, or give it \
                  other --disk the next time",

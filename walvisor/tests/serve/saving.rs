@@ -152,6 +152,11 @@ fn what_is_saved_is_what_is_served() {
     reload(&["a"]);
     assert_eq!(told(dir, "save pool.toml"), NOTHING);
     assert_eq!(read(), file(&["a"]));
+    // The same at once: the daemon knows what was saved.
+    ctl(dir, "add-disk path=c,log=log,socket=n,door=nbd");
+    ctl(dir, "save pool.toml");
+    write(&["a"]);
+    reload(&["a"]);
     // The file has lost one that is served: it comes back. One that came is not served yet.
     write(&["b"]);
     assert_eq!(

@@ -365,12 +365,17 @@ impl Drop for OpenedDisk<'_> {
 }
 
 impl DiskHotplug for Hotplug {
-    fn config(&self) -> Option<SavedPool> {
+    fn config(&self, saved: &[String]) -> Option<SavedPool> {
         let file = self.config.clone()?;
-        let served = self.lock();
-        let disks = served.disks.iter();
+        let mut served = self.lock();
+        let disks = served.disks.iter_mut();
         let disks = disks.filter(|disk| disk.origin != Origin::CommandLine);
-        let disks = disks.map(|disk| (disk.name.clone(), disk.written.text()));
+        let disks = disks.map(|disk| {
+            if saved.contains(&disk.name) {
+                disk.origin = Origin::File;
+            }
+            (disk.name.clone(), disk.written.text())
+        });
         let disks = disks.collect();
         Some(SavedPool { file, disks })
     }

@@ -22,7 +22,7 @@ use crate::memory_limit;
 pub(super) enum Origin {
     /// `--disk`. Such a disk is in no file.
     CommandLine,
-    /// The file of `--config`, when it was last read.
+    /// The file of `--config`, when it was last read or written.
     File,
     /// `add-disk`, and not the file so far.
     Control,

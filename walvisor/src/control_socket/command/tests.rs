@@ -87,7 +87,9 @@ fn every_command() -> Vec<ControlCommand> {
             disk: disk(),
             text: "before".to_owned(),
         },
-        ControlCommand::Config,
+        ControlCommand::Config {
+            saved: vec!["a".to_owned()],
+        },
         ControlCommand::Shutdown { now: true },
     ]
 }
