@@ -21,7 +21,7 @@ use walvisor_vmm::disk::{DeviceKind, OpenDisk};
 
 use crate::archiving::LogToArchive;
 use crate::disk_spec::{
-    BackendKind, DiskCache, DiskCommand, DiskSpec, MAX_QUEUES, MAX_SERIAL_BYTES,
+    BackendKind, DiskCache, DiskCommand, DiskSpec, LOG_KEYS, MAX_QUEUES, MAX_SERIAL_BYTES,
 };
 use crate::machine_memory::machine_memory;
 use crate::point::refuse_retention;
@@ -391,21 +391,6 @@ pub fn queues(spec: &DiskSpec, cpus: u8) -> u16 {
 pub fn disk_name(spec: &DiskSpec) -> String {
     spec.serial.clone().unwrap_or_else(|| spec.name())
 }
-
-/// The keys of a disk that set options of its log.
-pub(crate) const LOG_KEYS: [&str; 11] = [
-    "commit-wait-usec",
-    "commit-wait-count",
-    "close-seconds",
-    "index-memory",
-    "spill-limit",
-    "retain",
-    "on-full",
-    "archive",
-    "archive-interval",
-    "archive-sync",
-    "archive-limit",
-];
 
 /// A key of this disk that sets an option of its log.
 fn log_key(spec: &DiskSpec) -> Option<&'static str> {

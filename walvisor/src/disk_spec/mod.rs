@@ -20,5 +20,5 @@ pub use argument::{DiskArgument, disk_help, key_words};
 pub(crate) use parse::split_parts;
 pub use parse::{DiskSpecError, WrittenDisk};
 pub use spec::{BackendKind, DiskCache, DiskCommand, DiskSpec, Fabric};
-pub use table::{MAX_QUEUES, MAX_SERIAL_BYTES, is_backstore_name, time};
+pub use table::{LOG_KEYS, MAX_QUEUES, MAX_SERIAL_BYTES, is_backstore_name, time};
 pub use walvisor_vmm::disk::{Notifications, TransportKind};

@@ -7,8 +7,7 @@ use walvisor_vmm::disk::DeviceKind;
 
 use super::key::{Key, listed};
 use super::spec::{BackendKind, DiskCache, DiskCommand, DiskSpec, Fabric};
-use super::table::KEYS;
-use crate::disks::LOG_KEYS;
+use super::table::{KEYS, LOG_KEYS};
 
 /// Why a SPEC was refused. Its text is one line and names the key.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]

@@ -46,6 +46,21 @@ const LOGGED: &[BackendKind] = &[BackendKind::Wal];
 const IMAGE: &[BackendKind] = &[BackendKind::Wal, BackendKind::Raw];
 const MEMORY: &[BackendKind] = &[BackendKind::Ram];
 
+/// The keys that set options of the disk's log.
+pub const LOG_KEYS: [&str; 11] = [
+    "commit-wait-usec",
+    "commit-wait-count",
+    "close-seconds",
+    "index-memory",
+    "spill-limit",
+    "retain",
+    "on-full",
+    "archive",
+    "archive-interval",
+    "archive-sync",
+    "archive-limit",
+];
+
 /// The keys, in the order of the manual. A default of one word is a value that the key accepts.
 pub const KEYS: &[Key] = &[
     Key {

@@ -17,8 +17,8 @@ use walvisor_vmm::disk::OpenDisk;
 use super::door::{Doors, with_door};
 use super::pool::{self, Origin, PoolDisk, specs};
 use crate::control_socket::{AddedDisk, DiskHotplug, RemovalError, SavedPool};
-use crate::disk_spec::{DiskSpec, WrittenDisk};
-use crate::disks::{LOG_KEYS, OpenLogs, RemovedDisk, real_path};
+use crate::disk_spec::{DiskSpec, LOG_KEYS, WrittenDisk};
+use crate::disks::{OpenLogs, RemovedDisk, real_path};
 
 /// The logs of a daemon, which the main thread closes at the end. To open a log and to copy its
 /// records to an image may take long, so each has a lock of its own.

@@ -16,8 +16,8 @@ use toml_edit::{DocumentMut, Item, RawString, Table, TomlError};
 use super::config::{PoolText, parse};
 use super::pool::{Origin, PoolDisk};
 use crate::commands::CommandError;
-use crate::disk_spec::{DiskCommand, DiskSpec, WrittenDisk};
-use crate::disks::{LOG_KEYS, real_path};
+use crate::disk_spec::{DiskCommand, DiskSpec, LOG_KEYS, WrittenDisk};
+use crate::disks::real_path;
 
 /// What a daemon says of its pool.
 pub(in crate::commands) struct ServedPool<'a> {
