@@ -1,12 +1,18 @@
 //! The memory of this machine, and of guests.
 
+use std::sync::LazyLock;
+
 use walvisor_vmm::arch::x86_64::layout::{LEAST_MEMORY, MOST_MEMORY};
 
-/// This machine's memory and swap together, in bytes.
+/// This machine's memory and swap together, in bytes, as they were at the first call: later the
+/// process may have given up the right to ask.
 pub fn machine_memory() -> u64 {
-    let memory = rustix::system::sysinfo();
-    let unit = u64::from(memory.mem_unit);
-    (memory.totalram + memory.totalswap).saturating_mul(unit)
+    static MEMORY: LazyLock<u64> = LazyLock::new(|| {
+        let memory = rustix::system::sysinfo();
+        let unit = u64::from(memory.mem_unit);
+        (memory.totalram + memory.totalswap).saturating_mul(unit)
+    });
+    *MEMORY
 }
 
 /// Checks that a guest can have this many bytes of memory, whatever this machine has.

@@ -240,3 +240,32 @@ fn a_disk_joins_a_log_whose_keys_are_in_the_defaults() {
     wait_until("the disk", || disk_names(dir) == ["a", "b"]);
     daemon.stop();
 }
+
+/// Without --disk-dir it has given up most system calls, and the check of a file makes none of them.
+#[test]
+fn a_daemon_that_opens_no_more_disks_lets_disks_go() {
+    let dir = &test_dir();
+    for disk in ["a", "b", "c"] {
+        create(dir, disk, "1M --log log");
+    }
+    write(dir, &["path = 'a'", "path = 'b'"]);
+    let daemon = serve_telling(dir, "--config pool.toml --control ctl", 2);
+    for (disk, name) in [
+        ("path = 'c'", "'c'"),
+        ("backend = 'ram'\nsize = '1M'", "'ram disk'"),
+        (
+            "path = 'c'\nserial = 'v'\ndoor = 'vhost-user'\nsocket = 'v'",
+            "'v'",
+        ),
+        ("path = 'c'\nserial = 't'\ndoor = 'tcmu'\nname = 't'", "'t'"),
+    ] {
+        write(dir, &["path = 'a'", disk]);
+        let part = format!("disk {name}: this daemon gave up the right to open disks");
+        reload_says(&daemon, dir, &part);
+        assert_eq!(disk_names(dir), ["a", "b"]);
+    }
+    write(dir, &["path = 'a'"]);
+    daemon.signal(Signal::HUP);
+    wait_until("the disks", || disk_names(dir) == ["a"]);
+    daemon.stop();
+}
