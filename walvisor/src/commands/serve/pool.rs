@@ -83,14 +83,28 @@ impl PoolDisk {
         &self.written.spec
     }
 
-    /// Whether both are one disk, however it is called.
+    /// Whether both are one disk, however it is called. Disks that may share an image have their
+    /// names too.
     pub(super) fn is(&self, other: &Self) -> bool {
-        self.identity == other.identity
+        match (&self.identity, &other.identity) {
+            (Identity::Image(one), Identity::Image(two)) if one == two => {
+                self.name == other.name || !self.may_share(other)
+            }
+            (one, two) => one == two,
+        }
     }
 
-    /// Whether both have one image. Looks at the past share it.
-    fn shares_image(&self, other: &Self) -> bool {
-        matches!(self.identity, Identity::Image(_)) && self.is(other)
+    /// Whether one image may be that of both.
+    fn may_share(&self, other: &Self) -> bool {
+        self.spec().read_only && other.spec().read_only
+    }
+
+    /// Whether both have one image, and may not. Looks at the past share it.
+    fn clashes(&self, other: &Self) -> bool {
+        match (&self.identity, &other.identity) {
+            (Identity::Image(one), Identity::Image(two)) => one == two && !self.may_share(other),
+            _ => false,
+        }
     }
 }
 
@@ -109,7 +123,7 @@ pub(super) fn check(disks: &[PoolDisk], memory_limit: Option<u64>) -> Result<(),
         let places = disks.iter().enumerate();
         places.flat_map(|(place, disk)| disks[..place].iter().map(move |other| (disk, other)))
     };
-    if let Some((disk, other)) = pairs().find(|(disk, other)| disk.shares_image(other)) {
+    if let Some((disk, other)) = pairs().find(|(disk, other)| disk.clashes(other)) {
         return Err(format!(
             "disk '{}': another disk, '{}', has the same image: leave one of them out",
             disk.name, other.name
