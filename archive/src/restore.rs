@@ -95,7 +95,7 @@ pub(crate) struct ReadyLog {
 /// part, each record. Writes nothing.
 ///
 /// # Errors
-/// As [`restore`].
+/// As [`restore`](crate::restore()).
 pub fn verify(archive: &Archive, at: Point, progress: Progress<'_>) -> Result<RestoreReport> {
     let plan = archive.block_on(Plan::find(archive, at))?;
     let total: u64 = plan.base.images.iter().map(|image| image.bytes).sum();

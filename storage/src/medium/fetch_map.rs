@@ -523,9 +523,11 @@ fn unready(image: &Path) -> Error {
 
 /// Refuses an image that should have a map, and has none.
 fn refuse_lone(image: &Path) -> Result<()> {
-    // By its path: the open of a FIFO would wait.
-    match rustix::fs::getxattr(image, ATTRIBUTE, &mut [0_u8; 8][..]) {
-        Ok(_) => Err(Error::new(
+    // The open of a FIFO would wait.
+    let is_file = std::fs::metadata(image).is_ok_and(|metadata| metadata.is_file());
+    let read = || File::open(image).and_then(|file| host::read_attribute(&file, ATTRIBUTE));
+    match is_file.then(read) {
+        Some(Ok(Some(_))) => Err(Error::new(
             ErrorKind::NotFound,
             format!(
                 "{}: the image is incomplete, and its fetch map is missing: {}; put that back, or \

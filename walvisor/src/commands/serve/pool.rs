@@ -133,7 +133,13 @@ pub(super) fn check(disks: &[PoolDisk], memory_limit: Option<u64>) -> Result<(),
     let doors = Doors::new(&specs, 0o600, false, &Tls::Off);
     doors.check(&specs)?;
     disks::check(&specs)?;
-    if let Some((disk, other)) = pairs().find(|(disk, other)| disk.name == other.name) {
+    // Exports of several sockets may have one name, as long as no file names the disks: what comes
+    // and goes with a file is found by its name.
+    let from_words = |disk: &PoolDisk| disk.origin == Origin::CommandLine;
+    let same = |(disk, other): &(&PoolDisk, &PoolDisk)| {
+        disk.name == other.name && !(from_words(disk) && from_words(other))
+    };
+    if let Some((disk, other)) = pairs().find(same) {
         return Err(format!(
             "disk '{}': another disk, '{}', is called '{}' too: give one of them its own {}=",
             disk.spec().name(),
