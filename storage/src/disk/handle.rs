@@ -15,7 +15,7 @@ use crate::history::horizon::LogHistory;
 use crate::history::look::Look;
 use crate::history::point::Point;
 use crate::history::rewind_plan::RewindReport;
-use crate::index::allocation::{disk_extents, push_piece};
+use crate::index::allocation::{ExtentLookUp, disk_extents};
 use crate::log::commit::Commit;
 use crate::log::disk_state::DiskState;
 use crate::log::orders::KeeperTask;
@@ -422,11 +422,16 @@ impl Resizable for Disk {
 impl Mapped for Disk {
     fn extents(&self, sector: u64, sectors: u64, most: usize) -> io::Result<Vec<Extent>> {
         let state = &self.state;
+        let mut look_up = ExtentLookUp::new(&*state.base, &state.path, most);
         let append = |sector, sectors, extents: &mut Vec<Extent>| {
             let mut pieces = Vec::new();
             state.index().pieces(sector, sectors, &mut pieces);
-            let mut pieces = pieces.iter();
-            pieces.try_for_each(|piece| push_piece(extents, piece, &*state.base, &state.path))
+            for piece in &pieces {
+                if !look_up.push_piece(piece, extents)? {
+                    return Ok(false);
+                }
+            }
+            Ok(true)
         };
         Ok(disk_extents(sector, sectors, self.sectors(), most, append)?)
     }
@@ -477,7 +482,7 @@ impl Tracked for Disk {
                 None => ChangesSince::new(since, &live, log.segment_size, &log.positions)?,
             };
             pieces.iter().for_each(|piece| since.append(piece, changes));
-            Ok(())
+            Ok(true)
         };
         let changes = disk_extents(sector, sectors, self.sectors(), most, append)?;
         // So far nothing after a pinned LSN has left the log, and what a snapshot needs from the

@@ -28,7 +28,7 @@ use crate::history::changed::{
 use crate::history::point::Point;
 use crate::history::saved::read_saved;
 use crate::history::scratch::{Scratch, ScratchContent};
-use crate::index::allocation::{disk_extents, push, push_piece};
+use crate::index::allocation::{ExtentLookUp, disk_extents, push};
 use crate::index::{ExtentLimit, ExtentMap, Piece};
 use crate::log::commit::{Commit, PositionCache, SavedExtentsCache};
 use crate::log::disk_state::DiskState;
@@ -385,13 +385,12 @@ impl Backend for Look {
 impl Mapped for Look {
     fn extents(&self, sector: u64, sectors: u64, most: usize) -> io::Result<Vec<Extent>> {
         let past = &self.past;
+        let mut look_up = ExtentLookUp::new(&*past.base, &past.path, most);
         let append = |sector, sectors, extents: &mut Vec<Extent>| {
-            let mut appended = Ok(());
+            let mut goes_on = Ok(true);
             past.visit(sector..sector + sectors, &mut |seen| match seen {
-                LookPiece::Past(piece) if appended.is_ok() => {
-                    appended = push_piece(extents, &piece, &*past.base, &past.path);
-                }
-                LookPiece::Past(_) => {}
+                _ if !matches!(goes_on, Ok(true)) => {}
+                LookPiece::Past(piece) => goes_on = look_up.push_piece(&piece, extents),
                 LookPiece::Changed(part, content) => {
                     let allocation = match content {
                         ScratchContent::Written => Allocation::Data,
@@ -400,7 +399,7 @@ impl Mapped for Look {
                     push(extents, part.end - part.start, allocation);
                 }
             });
-            appended
+            goes_on
         };
         Ok(disk_extents(sector, sectors, past.sectors, most, append)?)
     }
@@ -430,7 +429,7 @@ impl Tracked for Look {
                 LookPiece::Past(piece) => since.append(&piece, changes),
                 LookPiece::Changed(part, _) => push_change(changes, part.end - part.start, true),
             });
-            Ok(())
+            Ok(true)
         };
         Ok(disk_extents(sector, sectors, past.sectors, most, append)?)
     }

@@ -9,6 +9,19 @@ use rustix::io::Errno;
 
 use crate::error::{Error, Result};
 
+#[cfg(test)]
+thread_local! {
+    /// How many times this thread has asked a file system for a hole or for data.
+    pub(crate) static QUESTIONS: std::cell::Cell<usize> = const { std::cell::Cell::new(0) };
+}
+
+/// Asks the file system for the next hole or data.
+fn ask(file: impl AsFd, place: SeekFrom) -> rustix::io::Result<u64> {
+    #[cfg(test)]
+    QUESTIONS.with(|asked| asked.set(asked.get() + 1));
+    rustix::fs::seek(file, place)
+}
+
 /// The parts of a file's byte range that are not holes, in order. On a file system that reports no
 /// holes, the whole range.
 pub(crate) struct DataRanges<'a, F> {
@@ -40,11 +53,11 @@ impl<'a, F: AsFd> DataRanges<'a, F> {
             self.data_end = self.rest.end;
             return Ok(true);
         };
-        match rustix::fs::seek(file, SeekFrom::Data(at)) {
+        match ask(file, SeekFrom::Data(at)) {
             // A hole up to the end of the file.
             Err(Errno::NXIO) => self.rest.start = self.rest.end,
             Ok(start) => {
-                self.data_end = match rustix::fs::seek(file, SeekFrom::Hole(start)) {
+                self.data_end = match ask(file, SeekFrom::Hole(start)) {
                     Err(Errno::NXIO) => self.rest.end,
                     end => end?.min(self.rest.end),
                 };

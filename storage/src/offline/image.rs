@@ -9,7 +9,7 @@ use rustix::fs::OFlags;
 use crate::catalog::identity::Identity;
 use crate::catalog::options::ImageFormat;
 use crate::error::{Error, ErrorKind, Result, invalid};
-use crate::index::allocation::{LIMIT, file_extents};
+use crate::index::allocation::{ExtentLookUp, LIMIT};
 use crate::medium::fetch_map::FetchMap;
 use crate::medium::file::DataFile;
 use crate::medium::filesystem::{OpenMode, PathKind, files, is_simulated};
@@ -112,7 +112,8 @@ impl Image {
     pub fn extents(&self, sector: u64, sectors: u64, most: usize) -> Result<Vec<Extent>> {
         let mut extents = Vec::new();
         let sectors = sectors.min(LIMIT);
-        file_extents(Some(&self.file), &self.path, sector, sectors, &mut extents)?;
+        let mut look_up = ExtentLookUp::new(&*self.file, &self.path, most);
+        look_up.push_file(sector, sectors, &mut extents)?;
         extents.truncate(most.max(1));
         Ok(extents)
     }
