@@ -42,6 +42,7 @@ pub mod event_loop;
 pub mod interrupt;
 mod latency;
 pub mod listen;
+mod look_up;
 mod memory;
 mod metrics;
 #[cfg(feature = "nbd")]

@@ -44,7 +44,7 @@ const STORAGE: &[&[&str]] = &[
 const DEVICES: &[&[&str]] = &[
     &["event_loop", "memory"],
     &["listen"],
-    &["control", "latency", "throttle"],
+    &["control", "latency", "look_up", "throttle"],
     &["metrics", "reactor"],
     &["interrupt"],
     &["status"],

@@ -20,7 +20,7 @@ use std::sync::Arc;
 use crate::input::Input;
 use walvisor_devices::backend::ram::RamDisk;
 use walvisor_devices::backend::{
-    Backend, BackendQueue, Buffer, Capabilities, Completion, Operation,
+    Backend, BackendQueue, Buffer, Capabilities, Completion, Extent, Operation,
 };
 use walvisor_devices::scsi::{DataBuffer, LogicalUnit, Status, Task, TaskOutcome, TaskStep};
 
@@ -294,6 +294,11 @@ impl Initiator {
         loop {
             match running.task.next(&self.unit, &running.data) {
                 TaskStep::Submit(operation) => running.held.push(operation),
+                TaskStep::LookUp { sectors, .. } => {
+                    let found = Ok(vec![Extent::data(sectors)]);
+                    let (unit, data) = (&self.unit, &running.data);
+                    running.task.complete_look_up(unit, data, found);
+                }
                 TaskStep::InFlight => {
                     assert!(!running.held.is_empty());
                     return;

@@ -19,7 +19,7 @@ use slab::Slab;
 use super::connection::{Connection, max_step_bytes};
 use super::connection_end::{ConnectionEnd, report};
 use super::export::{Export, ExportGuard};
-use super::extent_mapper::ExtentStatus;
+use super::extent_query::ExtentStatus;
 use super::protocol::command;
 use super::request::PendingRequest;
 use crate::backend::{Answer, Buffer, Completion, Failure, MemoryClient};
@@ -117,7 +117,7 @@ impl Drop for Pool {
 enum SessionMessage {
     /// A client to serve, and its reservation in the thread.
     Connection(Box<Connection>, Option<Reservation>),
-    /// What the export's `ExtentMapper` has found for the request with this token.
+    /// What the export's `LookUpThread` has found for the request with this token.
     Extents(usize, io::Result<Vec<Vec<ExtentStatus>>>),
     /// The export's gate has opened or closed, the export is being removed, or a client has to
     /// leave.
@@ -444,12 +444,11 @@ impl DiskSession {
             };
             let inbox = Arc::clone(&self.inbox);
             // The session is there as long as the request is in flight.
-            let callback =
-                Box::new(move |extents| drop(inbox.send(SessionMessage::Extents(token, extents))));
+            let answer = move |extents| drop(inbox.send(SessionMessage::Extents(token, extents)));
             let Export {
-                mapper, backend, ..
+                look_ups, backend, ..
             } = &**self.export;
-            mapper.ask(backend, query, callback);
+            look_ups.ask(backend, move |backend| query.run(backend), answer);
         }
         let client = &mut self.clients[key];
         if client

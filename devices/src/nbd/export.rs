@@ -5,9 +5,9 @@ use std::ops::Deref;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, PoisonError, RwLock, Weak};
 
-use super::extent_mapper::ExtentMapper;
 use crate::backend::{Answer, Backend, SECTOR_SIZE};
 use crate::control::{DeviceControl, Gate};
+use crate::look_up::LookUpThread;
 use crate::metrics::BlockMetrics;
 use crate::throttle::Throttle;
 
@@ -22,7 +22,7 @@ pub struct Export {
     pub(super) users: Arc<Gate>,
     pub(super) throttle: Arc<Throttle>,
     pub(super) answer: Answer,
-    pub(super) mapper: ExtentMapper,
+    pub(super) look_ups: LookUpThread,
     /// Number of clients that have chosen this export.
     clients: AtomicUsize,
     /// Called whenever the last client is gone.
@@ -47,7 +47,7 @@ impl Export {
             users: Arc::default(),
             throttle: Arc::default(),
             answer: Answer::default(),
-            mapper: ExtentMapper::default(),
+            look_ups: LookUpThread::default(),
             clients: AtomicUsize::new(0),
             deserted: None,
         }

@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 
 use super::connection_end::ConnectionEnd;
 use super::export::{Export, ExportGuard, Exports};
-use super::extent_mapper::MetaContext;
+use super::extent_query::MetaContext;
 use super::protocol::{
     ALLOCATION, DIRTY_BITMAP, FieldReader, Framing, GREETING, MAX_PAYLOAD, NAMESPACES, OPTION,
     handshake, info, option, option_reply, reply,

@@ -9,7 +9,7 @@
 //!         Connection                                                          connection.rs
 //!           RequestReader ─▶ requests ─▶ BackendQueue ─▶ ReplyQueue           request_reader.rs, request.rs, reply_queue.rs
 //!           Wire   the socket, bare or under TLS                              wire.rs, tls_session.rs
-//!   ExtentMapper   a thread per export whose extents a client asks for        extent_mapper.rs
+//!   LookUpThread   a thread per export whose extents a client asks for        ../look_up.rs
 //! ```
 //! Requests of a connection run concurrently, and each is answered as it ends. The memory of a
 //! connection is bounded: above the bound the worker reads nothing more from its socket.
@@ -54,7 +54,7 @@ mod connection;
 mod connection_end;
 mod disk_session;
 mod export;
-mod extent_mapper;
+mod extent_query;
 mod handshake;
 mod protocol;
 mod reply_queue;

@@ -4,7 +4,7 @@ use std::collections::VecDeque;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use super::extent_mapper::{ExtentQuery, ExtentStatus, MetaContext};
+use super::extent_query::{ExtentQuery, ExtentStatus, MetaContext};
 use super::protocol::{
     Error, Framing, MAX_PAYLOAD, NbdRequest, chunk, command, flag, put_chunk, put_chunk_with_flags,
     put_simple,

@@ -27,6 +27,12 @@ pub(super) enum ScsiAction {
     },
     /// Discard every range of the list.
     Unmap,
+    /// Return which blocks from the start of the range on are mapped, as at most `most`
+    /// descriptors, truncated to the allocation length.
+    LookUp {
+        most: usize,
+        allocation: usize,
+    },
 }
 
 /// What to do with blocks that were read.

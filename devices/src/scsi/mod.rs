@@ -53,6 +53,7 @@
 //!                 task.complete(&unit, &data, completion.result);
 //!             }
 //!         }
+//!         TaskStep::LookUp { .. } => unreachable!("only GET LBA STATUS looks extents up"),
 //!         TaskStep::Blocked => unreachable!("there is no other task: see below"),
 //!         TaskStep::Done => break task.outcome(),
 //!     }

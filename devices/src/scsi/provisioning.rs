@@ -29,7 +29,7 @@ pub(super) fn max_unmap_blocks(block_size: u32) -> u32 {
 }
 
 const HEADER: usize = 8;
-const DESCRIPTOR: usize = 16;
+pub(super) const DESCRIPTOR: usize = 16;
 
 /// UNMAP.
 pub(super) fn unmap(request: &ScsiRequest<'_>) -> Result<CommandPlan, Sense> {
@@ -127,34 +127,38 @@ fn is_zero(data: &dyn DataBuffer, len: usize) -> bool {
 
 /// GET LBA STATUS (16).
 pub(super) fn lba_status(request: &ScsiRequest<'_>) -> Result<CommandPlan, Sense> {
-    let unit = request.unit;
-    let (start, allocation) = (request.number(2, 8), request.length(10, 4));
-    let end = unit.blocks();
-    if start >= end {
+    let (lba, allocation) = (request.number(2, 8), request.length(10, 4));
+    if lba >= request.unit.blocks() {
         return Err(Sense::OUT_OF_RANGE);
     }
     let room = allocation.min(request.data.len()).saturating_sub(HEADER) / DESCRIPTOR;
     let most = room.clamp(1, MAX_STATUS);
-    let per_block = unit.sectors_per_block();
-    let (first, sectors) = (start * per_block, (end - start) * per_block);
-    let backend = unit.backend();
-    let extents = match backend.mapped() {
-        Some(mapped) => mapped.extents(first, sectors, most),
-        None => Ok(vec![Extent::data(sectors)]),
-    };
-    let extents = extents.map_err(|error| {
-        tracing::error!("cannot tell which parts of a disk hold data: {error}");
-        Sense::READ_ERROR
-    })?;
+    let range = BlockRange { lba, blocks: 0 };
+    let action = ScsiAction::LookUp { most, allocation };
+    Ok(CommandPlan::Run(CommandWork {
+        range,
+        actions: [Some(action), None, None],
+        ..CommandWork::without_actions()
+    }))
+}
+
+/// The parameter data of GET LBA STATUS (SBC-4, 5.9.2): one to `most` descriptors from block
+/// `start` on, where `extents` begin.
+pub(super) fn lba_status_data(
+    extents: &[Extent],
+    per_block: u64,
+    start: u64,
+    most: usize,
+) -> Vec<u8> {
     let mut bytes = vec![0; HEADER];
-    for (status, range) in provisioning_statuses(&extents, per_block, start, most) {
+    for (status, range) in provisioning_statuses(extents, per_block, start, most) {
         bytes.extend(range.lba.to_be_bytes());
         bytes.extend(range.blocks.to_be_bytes());
         bytes.extend([status, 0, 0, 0]);
     }
     let len = (bytes.len() - 4) as u32;
     bytes[..4].copy_from_slice(&len.to_be_bytes());
-    Ok(CommandPlan::Answer { bytes, allocation })
+    bytes
 }
 
 /// Mapped, or not known to be unmapped.

@@ -1,13 +1,16 @@
 //! A command in flight: its backend operations and its result.
 
+use std::io;
+
 use super::command;
 use super::data::DataBuffer;
 use super::job::{AfterRead, BlockAccess, BlockRange, CommandWork, ScsiAction};
 use super::order::OrderTicket;
 use super::plan::CommandPlan;
+use super::provisioning::{DESCRIPTOR, lba_status_data};
 use super::sense::{Sense, SenseData, Status};
 use super::unit::LogicalUnit;
-use crate::backend::{Buffer, Failure, Operation, OutOfMemory, SECTOR_SIZE};
+use crate::backend::{Buffer, Extent, Failure, Operation, OutOfMemory, SECTOR_SIZE};
 use crate::latency::OperationKind;
 
 /// The most operations that one command has in flight.
@@ -22,7 +25,19 @@ const COMPARE_BYTES: usize = 4096;
 pub enum TaskStep {
     /// Submit this operation, then call [`Task::next`] again.
     Submit(Operation),
-    /// Wait until an operation of this task has ended.
+    /// Look these extents of the disk up (see [`Mapped::extents`](crate::backend::Mapped::extents)),
+    /// pass them to [`Task::complete_look_up`], and then call [`Task::next`] again. The look-up may
+    /// take as long as the file system of the disk likes, so a thread that others wait for leaves
+    /// it to another one.
+    LookUp {
+        /// The first sector.
+        sector: u64,
+        /// How many sectors follow: those up to the end of the disk.
+        sectors: u64,
+        /// The most extents, 1 to 256.
+        most: usize,
+    },
+    /// Wait until an operation or a look-up of this task has ended.
     InFlight,
     /// Wait until another task of the unit has ended: the two must not overlap.
     Blocked,
@@ -103,8 +118,7 @@ impl Task {
         let (job, data_in, failed) = match command::plan_command(unit, cdb, data) {
             Ok(CommandPlan::Run(job)) => (job, None, None),
             Ok(CommandPlan::Answer { bytes, allocation }) => {
-                let len = bytes.len().min(allocation).min(data.len());
-                data.write(0, &bytes[..len]);
+                let len = return_data(&bytes, allocation, data);
                 (CommandWork::without_actions(), Some(len), None)
             }
             Err(sense) => {
@@ -164,6 +178,7 @@ impl Task {
             .map(|action| match action {
                 ScsiAction::Read(_) | ScsiAction::Write { .. } => range,
                 ScsiAction::Fill => range.min(MAX_FILL_BYTES),
+                ScsiAction::LookUp { most, .. } => most * (size_of::<Extent>() + DESCRIPTOR),
                 ScsiAction::Flush | ScsiAction::Zero { .. } | ScsiAction::Unmap => 0,
             });
         most.max().unwrap_or(0)
@@ -210,14 +225,14 @@ impl Task {
         if self.in_flight >= most {
             return TaskStep::InFlight;
         }
-        match self.next_operation(unit, data, action, most_read) {
+        match self.next_step(unit, data, action, most_read) {
             Ok(_) if data.has_failed() => {
                 self.fail(unit, Sense::WRITE_ERROR);
                 idle
             }
-            Ok(operation) => {
+            Ok(step) => {
                 self.in_flight += 1;
-                TaskStep::Submit(operation)
+                step
             }
             Err(OutOfMemory) => {
                 self.fail(unit, Sense::WRITE_ERROR);
@@ -233,14 +248,14 @@ impl Task {
         first.then(|| u64::from(self.job.range.blocks) * u64::from(unit.block_size()))
     }
 
-    /// The next operation of `action`. An action may need several.
-    fn next_operation(
+    /// The next operation, or the look-up, of `action`. An action may need several.
+    fn next_step(
         &mut self,
         unit: &LogicalUnit,
         data: &dyn DataBuffer,
         action: ScsiAction,
         most_read: usize,
-    ) -> Result<Operation, OutOfMemory> {
+    ) -> Result<TaskStep, OutOfMemory> {
         let per_block = unit.sectors_per_block();
         let block = unit.block_size() as usize;
         let BlockRange { lba, blocks } = self.job.range;
@@ -249,7 +264,15 @@ impl Task {
         let sectors = blocks * per_block as u32;
         self.next_action += 1;
         self.reading = None;
-        Ok(match action {
+        Ok(TaskStep::Submit(match action {
+            ScsiAction::LookUp { most, .. } => {
+                let sectors = unit.blocks().saturating_sub(lba) * per_block;
+                return Ok(TaskStep::LookUp {
+                    sector,
+                    sectors,
+                    most,
+                });
+            }
             ScsiAction::Flush => Operation::Flush,
             ScsiAction::Read(after) => {
                 let left = blocks as usize - self.progress;
@@ -313,7 +336,7 @@ impl Task {
                     sectors: range.blocks * per_block as u32,
                 }
             }
-        })
+        }))
     }
 
     /// An operation does `part` of what is `left` of an action; the action goes on after it.
@@ -348,6 +371,36 @@ impl Task {
         };
         if let Err(sense) = checked {
             self.fail(unit, sense);
+        }
+    }
+
+    /// Takes the result of the look-up of this task.
+    pub fn complete_look_up(
+        &mut self,
+        unit: &LogicalUnit,
+        data: &dyn DataBuffer,
+        found: io::Result<Vec<Extent>>,
+    ) {
+        self.in_flight = self.in_flight.saturating_sub(1);
+        let action = self.next_action.checked_sub(1);
+        let action = action.and_then(|at| self.job.actions.get(at).copied().flatten());
+        let Some(ScsiAction::LookUp { most, allocation }) = action else {
+            debug_assert!(false, "the task looks nothing up");
+            return;
+        };
+        if self.failed.is_some() {
+            return;
+        }
+        match found {
+            Ok(extents) => {
+                let (per_block, start) = (unit.sectors_per_block(), self.job.range.lba);
+                let bytes = lba_status_data(&extents, per_block, start, most);
+                self.data_in = Some(return_data(&bytes, allocation, data));
+            }
+            Err(error) => {
+                tracing::error!("cannot tell which parts of a disk hold data: {error}");
+                self.fail(unit, Sense::READ_ERROR);
+            }
         }
     }
 
@@ -398,6 +451,14 @@ impl Task {
             data_in: self.data_in,
         }
     }
+}
+
+/// Copies parameter data to the Data-In Buffer, as much as the allocation length and the buffer have
+/// room for, and returns how much that is.
+fn return_data(bytes: &[u8], allocation: usize, data: &dyn DataBuffer) -> usize {
+    let len = bytes.len().min(allocation).min(data.len());
+    data.write(0, &bytes[..len]);
+    len
 }
 
 /// Compares blocks with `period` bytes of the data buffer, at offset `from`, repeated as often as
@@ -478,6 +539,7 @@ mod tests {
                 }
                 TaskStep::Done => return (data.0.into_inner(), task.outcome(), counted),
                 TaskStep::Blocked => panic!("it is alone"),
+                TaskStep::LookUp { .. } => panic!("it asks for no extents"),
             }
         }
     }

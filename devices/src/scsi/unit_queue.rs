@@ -3,23 +3,29 @@
 //! ```text
 //!   begin ─▶ waiting ─▶ advance ─▶ DiskPort ─▶ complete ─▶ advance … ─▶ take_ended
 //!              │ the gate is closed, the disk's limits hold, or no memory is free
-//!              └─ blocked: another command of the unit has to end first
+//!              ├─ blocked: another command of the unit has to end first
+//!              └─ a look-up of extents: another thread asks the disk, and puts the result in the inbox
 //! ```
 
 use std::collections::VecDeque;
 use std::io;
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Instant;
 
 use slab::Slab;
 use smallvec::SmallVec;
+use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
 
 use super::{DataBuffer, LogicalUnit, Task, TaskOutcome, TaskStep};
-use crate::backend::{Completion, MemoryBudget, MemoryCharge, MemoryClient, Operation};
+use crate::backend::{
+    Completion, Extent, MemoryBudget, MemoryCharge, MemoryClient, Operation, descriptor,
+};
 use crate::control::{DeviceControl, Gate};
+use crate::event_loop::EventSet;
 use crate::latency::{OperationKind, add};
+use crate::look_up::{self, LookUpThread};
 use crate::metrics::BlockMetrics;
-use crate::reactor::{DiskPort, Turn};
+use crate::reactor::{COMPLETIONS, DiskPort, Turn};
 use crate::throttle::{Throttle, bytes_of};
 
 /// The token of the worker's own flush.
@@ -37,6 +43,7 @@ pub(crate) struct SharedUnit {
     pub(crate) gate: Arc<Gate>,
     pub(crate) metrics: Arc<BlockMetrics>,
     pub(crate) throttle: Arc<Throttle>,
+    look_ups: Arc<LookUpThread>,
 }
 
 impl SharedUnit {
@@ -47,6 +54,7 @@ impl SharedUnit {
             gate: Arc::default(),
             metrics: Arc::new(BlockMetrics::of_queues(queues)),
             throttle: Arc::default(),
+            look_ups: Arc::default(),
         }
     }
 }
@@ -95,6 +103,32 @@ struct UnitCommand<T, D> {
     await_written: bool,
 }
 
+/// What the look-up of a command, by its key, has found.
+type FoundExtents = (usize, io::Result<Vec<Extent>>);
+
+/// What look-ups of a queue have found.
+struct LookUpInbox {
+    found: Mutex<Vec<FoundExtents>>,
+    /// Readable while something is there.
+    event: EventFd,
+}
+
+impl LookUpInbox {
+    fn put(&self, found: FoundExtents) {
+        let mut all = self.found.lock().unwrap_or_else(PoisonError::into_inner);
+        all.push(found);
+        // Fails only if the counter is full, and then the queue is woken anyway.
+        let _ = self.event.write(1);
+    }
+
+    fn take(&self) -> Vec<FoundExtents> {
+        let mut all = self.found.lock().unwrap_or_else(PoisonError::into_inner);
+        // Fails only if nothing is there.
+        let _ = self.event.read();
+        std::mem::take(&mut all)
+    }
+}
+
 /// A command that has ended.
 pub(crate) struct EndedCommand<T, D> {
     pub(crate) ticket: T,
@@ -123,6 +157,10 @@ pub(crate) struct UnitQueue<T, D> {
     retry_blocked: bool,
     /// Completions not handled yet.
     completions: Vec<Completion>,
+    /// `None` until the first look-up.
+    inbox: Option<Arc<LookUpInbox>>,
+    /// Results of look-ups not handled yet.
+    found: VecDeque<FoundExtents>,
     ended: Vec<EndedCommand<T, D>>,
     /// How the worker's own flush has ended.
     flushed: Option<bool>,
@@ -153,6 +191,8 @@ impl<T, D: DataBuffer> UnitQueue<T, D> {
             blocked: VecDeque::new(),
             retry_blocked: false,
             completions: Vec::new(),
+            inbox: None,
+            found: VecDeque::new(),
             ended: Vec::new(),
             flushed: None,
             unsettled: false,
@@ -181,9 +221,9 @@ impl<T, D: DataBuffer> UnitQueue<T, D> {
         self.starved
     }
 
-    /// Whether there are completions that no turn was left for.
+    /// Whether there are completions, or results of look-ups, that no turn was left for.
     pub(crate) fn has_completions(&self) -> bool {
-        !self.completions.is_empty()
+        !self.completions.is_empty() || !self.found.is_empty()
     }
 
     /// How many commands wait to begin, for whatever reason.
@@ -285,6 +325,11 @@ impl<T, D: DataBuffer> UnitQueue<T, D> {
                         self.port.submit_unlimited(token, operation);
                     }
                 }
+                TaskStep::LookUp {
+                    sector,
+                    sectors,
+                    most,
+                } => return self.look_up(key, (sector, sectors, most), turn),
                 TaskStep::InFlight => return,
                 TaskStep::Blocked => return self.blocked.push_back(key),
                 TaskStep::Done => {
@@ -296,6 +341,37 @@ impl<T, D: DataBuffer> UnitQueue<T, D> {
                 }
             }
         }
+    }
+
+    /// Has another thread look extents up: first sector, number of sectors, and most extents.
+    fn look_up(
+        &mut self,
+        key: usize,
+        (sector, sectors, most): (u64, u64, usize),
+        turn: &mut Turn<'_>,
+    ) {
+        let inbox = match self.open_inbox(turn) {
+            Ok(inbox) => inbox,
+            Err(error) => return self.found.push_back((key, Err(error))),
+        };
+        let SharedUnit { unit, look_ups, .. } = &self.shared;
+        look_ups.ask(
+            unit.backend(),
+            move |backend| look_up::extents(backend, sector, sectors, most),
+            move |found| inbox.put((key, found)),
+        );
+    }
+
+    fn open_inbox(&mut self, turn: &mut Turn<'_>) -> io::Result<Arc<LookUpInbox>> {
+        if let Some(inbox) = &self.inbox {
+            return Ok(Arc::clone(inbox));
+        }
+        let inbox = Arc::new(LookUpInbox {
+            found: Mutex::default(),
+            event: EventFd::new(EFD_NONBLOCK)?,
+        });
+        turn.watch(descriptor(&inbox.event), COMPLETIONS, EventSet::IN)?;
+        Ok(Arc::clone(self.inbox.insert(inbox)))
     }
 
     fn answer(&mut self, key: usize) {
@@ -377,8 +453,9 @@ impl<T, D: DataBuffer> UnitQueue<T, D> {
         }
     }
 
-    /// Advances commands whose operations have completed, until the turn is over.
+    /// Advances commands whose operations or look-ups have completed, until the turn is over.
     pub(crate) fn complete(&mut self, turn: &mut Turn<'_>) {
+        self.complete_look_ups(turn);
         let mut completions = std::mem::take(&mut self.completions);
         self.port.completions(&mut completions);
         let mut handled = 0;
@@ -410,6 +487,23 @@ impl<T, D: DataBuffer> UnitQueue<T, D> {
         }
         completions.drain(..handled);
         self.completions = completions;
+    }
+
+    fn complete_look_ups(&mut self, turn: &mut Turn<'_>) {
+        if let Some(inbox) = &self.inbox {
+            self.found.extend(inbox.take());
+        }
+        while !turn.is_over()
+            && let Some((key, found)) = self.found.pop_front()
+        {
+            if let Some(command) = self.commands.get_mut(key)
+                && let Some(task) = &mut command.task
+            {
+                turn.charge_request(command.bytes);
+                task.complete_look_up(&self.shared.unit, &command.data, found);
+            }
+            self.advance(key, turn);
+        }
     }
 
     /// Submits a flush of the worker's own.

@@ -6,7 +6,7 @@ use std::sync::Arc;
 
 use tempfile::TempDir;
 use walvisor_devices::backend::ram::RamDisk;
-use walvisor_devices::backend::{Backend, BackendQueue, Completion, Operation};
+use walvisor_devices::backend::{Backend, BackendQueue, Completion, Extent, Operation};
 use walvisor_devices::scsi::{DataBuffer, LogicalUnit, Status, Task, TaskOutcome, TaskStep};
 use walvisor_storage::{
     DiskOptions, Image, RawCache, RawDisk, Store, StoreOptions, create_disk, default_log_dir,
@@ -189,6 +189,16 @@ impl Bench {
                 TaskStep::Submit(operation) => {
                     self.queue.submit(7, operation);
                     in_flight += 1;
+                }
+                TaskStep::LookUp {
+                    sector,
+                    sectors,
+                    most,
+                } => {
+                    let mapped = self.unit.backend().mapped();
+                    let all = || Ok(vec![Extent::data(sectors)]);
+                    let found = mapped.map_or_else(all, |m| m.extents(sector, sectors, most));
+                    task.complete_look_up(&self.unit, data, found);
                 }
                 TaskStep::InFlight => {
                     assert!(in_flight > 0, "waits for nothing");

@@ -34,6 +34,7 @@ impl<'a> SlowTask<'a> {
                 TaskStep::Submit(operation) => self.held.push(operation),
                 TaskStep::InFlight => return State::InFlight,
                 TaskStep::Blocked => return State::Blocked,
+                TaskStep::LookUp { .. } => panic!("it asks for no extents"),
                 TaskStep::Done => return State::Done,
             }
         }

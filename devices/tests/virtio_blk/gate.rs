@@ -14,7 +14,8 @@ use std::time::{Duration, Instant};
 use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
 use walvisor_devices::backend::ram::RamDisk;
 use walvisor_devices::backend::{
-    Backend, BackendQueue, Capabilities, Completion, MAX_REQUEST_BYTES, Operation, descriptor,
+    Backend, BackendQueue, Capabilities, Completion, Extent, MAX_REQUEST_BYTES, Mapped, Operation,
+    descriptor,
 };
 use walvisor_testkit::wait_until;
 
@@ -51,6 +52,8 @@ struct GateState {
     queues: AtomicU64,
     opened: AtomicU64,
     hold_up: Mutex<Option<Receiver<()>>>,
+    look_ups: AtomicU64,
+    hold_up_look_up: Mutex<Option<Receiver<()>>>,
     leaked: AtomicU64,
 }
 
@@ -68,6 +71,8 @@ impl Gate {
             queues: AtomicU64::new(0),
             opened: AtomicU64::new(0),
             hold_up: Mutex::default(),
+            look_ups: AtomicU64::new(0),
+            hold_up_look_up: Mutex::default(),
             leaked: AtomicU64::new(0),
         };
         Self {
@@ -131,6 +136,19 @@ impl Gate {
         release
     }
 
+    /// Makes the next look-up of extents wait, and its thread with it, until the sender sends or is
+    /// gone.
+    pub fn hold_up_look_up(&self) -> Sender<()> {
+        let (release, released) = channel();
+        *self.shared.hold_up_look_up.lock().expect("a channel") = Some(released);
+        release
+    }
+
+    /// Look-ups of extents begun so far.
+    pub fn look_ups(&self) -> u64 {
+        self.shared.look_ups.load(Ordering::SeqCst)
+    }
+
     /// Requests that had not ended when their queue was closed.
     pub fn leaked(&self) -> u64 {
         self.shared.leaked.load(Ordering::SeqCst)
@@ -162,6 +180,10 @@ impl Backend for Gate {
         self.shared.max_request.load(Ordering::SeqCst)
     }
 
+    fn mapped(&self) -> Option<&dyn Mapped> {
+        Some(self)
+    }
+
     fn open_queue(&self) -> io::Result<Box<dyn BackendQueue>> {
         let event = EventFd::new(EFD_NONBLOCK)?;
         self.shared
@@ -180,6 +202,23 @@ impl Backend for Gate {
             flushes: HashSet::new(),
             in_flight: 0,
         }))
+    }
+}
+
+impl Mapped for Gate {
+    /// Everything is data.
+    fn extents(&self, _: u64, sectors: u64, _: usize) -> io::Result<Vec<Extent>> {
+        self.shared.look_ups.fetch_add(1, Ordering::SeqCst);
+        let held = self
+            .shared
+            .hold_up_look_up
+            .lock()
+            .expect("a channel")
+            .take();
+        if let Some(released) = held {
+            let _ = released.recv();
+        }
+        Ok(vec![Extent::data(sectors)])
     }
 }
 

@@ -20,6 +20,7 @@ on_both_transports!(
     without_change_there_are_no_events,
     a_paused_unit_holds_up_no_other,
     a_limited_unit_holds_up_no_other,
+    a_look_up_of_extents_holds_up_no_other_command,
     exclusive_commands_wait_across_queues,
     a_queue_that_stops_answers_what_a_pause_holds,
 );
@@ -197,6 +198,38 @@ fn a_limited_unit_holds_up_no_other(kind: Kind) {
     for _ in ended..posted.len() {
         driver.next_used(REQUESTS);
     }
+}
+
+/// GET LBA STATUS from block 8 on.
+const GET_LBA_STATUS: [u8; 16] = [0x9e, 0x12, 0, 0, 0, 0, 0, 0, 0, 8, 0, 0, 0, 24, 0, 0];
+
+/// As on a file system that does not answer.
+fn a_look_up_of_extents_holds_up_no_other_command(kind: Kind) {
+    let gate = Gate::new(RamDisk::new(64));
+    gate.open();
+    let mut driver = start(
+        kind,
+        vec![Arc::new(gate.clone()), Arc::new(RamDisk::new(64))],
+        1,
+        EVERYTHING,
+    );
+    let release = gate.hold_up_look_up();
+    let posted = driver.post_command(REQUESTS, lun(0), 5, &GET_LBA_STATUS, &[], 24);
+    driver.kick(REQUESTS);
+    wait_until("the look-up", || gate.look_ups() == 1);
+    for lba in 0..8 {
+        write(&mut driver, 1, lba, &[9; 512]);
+        write(&mut driver, 0, lba, &[7; 512]);
+    }
+    release.send(()).unwrap();
+    let (head, written) = driver.next_used(REQUESTS);
+    assert_eq!(head, posted.head);
+    let answer = driver.command_answer(&posted, written);
+    assert_eq!((answer.verdict(), answer.residual), ((OK, 0), 0));
+    // 20 bytes follow; 56 blocks from block 8 on are mapped.
+    let expected = [[0, 0, 0, 20, 0, 0, 0, 0], [0, 0, 0, 0, 0, 0, 0, 8]].concat();
+    assert_eq!(answer.data[..16], expected);
+    assert_eq!(answer.data[16..24], [0, 0, 0, 56, 0, 0, 0, 0]);
 }
 
 fn exclusive_commands_wait_across_queues(kind: Kind) {

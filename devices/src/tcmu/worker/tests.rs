@@ -3,10 +3,13 @@
 
 use std::io::{Read, Write};
 use std::os::unix::net::UnixStream;
+use std::sync::Mutex;
+use std::sync::mpsc::{Receiver, Sender, channel};
 
 use super::super::kernel::{EndedCommand, Kernel, Request};
 use super::*;
 use crate::backend::ram::RamDisk;
+use crate::backend::{Backend, BackendQueue, Capabilities, Extent, Mapped};
 
 const BLOCK: usize = 512;
 
@@ -22,7 +25,7 @@ impl TestHost {
         Self::with_disk(RamDisk::new(64))
     }
 
-    fn with_disk(disk: RamDisk) -> Self {
+    fn with_disk(disk: impl Backend + 'static) -> Self {
         Self {
             kernel: Kernel::new(16384, 64),
             device: Device::new(Arc::new(disk), "disk", "serial", 512).unwrap(),
@@ -126,7 +129,7 @@ fn refusals_come_with_sense_data() {
 #[test]
 fn a_volatile_cache_is_reported_before_a_write_is_answered() {
     let mut host = TestHost::new();
-    let told = Arc::new(std::sync::Mutex::new(Vec::new()));
+    let told = Arc::new(Mutex::new(Vec::new()));
     let hook = Arc::clone(&told);
     host.device
         .on_write_cache(Box::new(move |on| hook.lock().unwrap().push(on)));
@@ -144,12 +147,92 @@ fn a_volatile_cache_is_reported_before_a_write_is_answered() {
     assert!(!control.set_write_cache(true));
 }
 
+/// A disk whose file system answers no look-up of extents before the test says so.
+struct HeldLookUps {
+    disk: RamDisk,
+    begun: Mutex<Sender<()>>,
+    released: Mutex<Receiver<()>>,
+}
+
+impl Backend for HeldLookUps {
+    fn sectors(&self) -> u64 {
+        self.disk.sectors()
+    }
+
+    fn capabilities(&self) -> Capabilities {
+        self.disk.capabilities()
+    }
+
+    fn write_cache(&self) -> bool {
+        self.disk.write_cache()
+    }
+
+    fn set_write_cache(&self, on: bool) {
+        self.disk.set_write_cache(on);
+    }
+
+    fn mapped(&self) -> Option<&dyn Mapped> {
+        Some(self)
+    }
+
+    fn open_queue(&self) -> io::Result<Box<dyn BackendQueue>> {
+        self.disk.open_queue()
+    }
+}
+
+impl Mapped for HeldLookUps {
+    fn extents(&self, _: u64, _: u64, _: usize) -> io::Result<Vec<Extent>> {
+        self.begun.lock().unwrap().send(()).unwrap();
+        let released = self.released.lock().unwrap().recv();
+        released.map_err(io::Error::other)?;
+        panic!("a look-up that panics is an error of its command");
+    }
+}
+
+#[test]
+fn a_look_up_of_extents_holds_up_no_other_command() {
+    let (begin, begun) = channel();
+    let (release, released) = channel();
+    let mut host = TestHost::with_disk(HeldLookUps {
+        disk: RamDisk::new(64),
+        begun: Mutex::new(begin),
+        released: Mutex::new(released),
+    });
+    host.start();
+    // GET LBA STATUS.
+    let look_up = |host: &mut TestHost| {
+        let mut cdb = vec![0x9e, 0x12];
+        cdb.resize(16, 0);
+        cdb[13] = 24;
+        let id = host.queue(Request {
+            cdb,
+            read: 24,
+            ..Request::default()
+        });
+        host.ring();
+        id
+    };
+    let first = look_up(&mut host);
+    begun.recv().unwrap();
+    host.run(write(1, 9));
+    assert_eq!(host.run(read(1, 1)).data, [9; BLOCK]);
+    let second = look_up(&mut host);
+    release.send(()).unwrap();
+    begun.recv().unwrap();
+    drop(release);
+    for (ended, id) in host.wait_for_ended(2).iter().zip([first, second]) {
+        // MEDIUM ERROR, UNRECOVERED READ ERROR.
+        assert_eq!((ended.id, ended.status, ended.sense[2]), (id, 2, 3));
+        assert_eq!(ended.sense[12..14], [0x11, 0]);
+    }
+}
+
 #[test]
 fn the_end_of_the_write_cache_is_reported_once_nothing_is_volatile() {
     let disk = RamDisk::with_power_loss(64, true);
     let mut host = TestHost::with_disk(disk.clone());
-    let (tell, told) = std::sync::mpsc::channel();
-    let hook = std::sync::Mutex::new(tell);
+    let (tell, told) = channel();
+    let hook = Mutex::new(tell);
     host.device.on_write_cache(Box::new(move |on| {
         // After `false` the next process would let initiators go on, so a power loss now must lose
         // nothing.
