@@ -107,13 +107,13 @@ fn host() -> String {
 }
 
 impl Claim {
-    /// The claim in an object. One that is damaged is of a writer of which nothing is known, which
-    /// is said.
+    /// The claim in an object. A damaged one counts as that of an unknown writer, and a warning
+    /// names it.
     pub(crate) fn of(bytes: &[u8], name: &str, epoch: u64) -> Self {
         let claim = serde_json::from_slice(bytes);
         let claim: Self = claim.unwrap_or_else(|error| {
             let error = Error::damaged(name, error);
-            tracing::warn!("{error}; the archive is taken to begin anew there");
+            tracing::warn!("{error}; the archive counts as begun anew there");
             Self {
                 epoch,
                 writer: String::new(),

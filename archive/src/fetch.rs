@@ -100,16 +100,16 @@ fn fetch<R: FnOnce(&RestoreReport) + Send>(
         return unfinished.finish(ready, progress);
     }
     let plan = archive.block_on(Plan::find(archive, at))?;
-    let begun = begin(archive, dir, &plan)?;
+    let start = begin(archive, dir, &plan)?;
     let paths = image_paths(dir, &plan.base.images);
     for (image, path) in plan.base.images.iter().zip(&paths) {
-        if begun.goes_on && FetchMap::path_of(path).exists() {
+        if start.resumes && FetchMap::path_of(path).exists() {
             continue;
         }
         let zeroes = |chunk: usize| image.chunks.get(chunk).is_none_or(Option::is_none);
         FetchMap::create(path, image.bytes, plan.base.chunk_bytes, zeroes, false)?;
     }
-    let mut note = begun.note;
+    let mut note = start.note;
     note.write(dir)?;
     let fetcher = Fetcher {
         persists: ready.is_some(),
@@ -336,8 +336,8 @@ impl<'a> Fetcher<'a> {
         })
     }
 
-    /// All is there: the note says so since the log is, so that a call after a kill does nothing but
-    /// this.
+    /// Removes the maps and the note. The note has said since the log was made that all is there,
+    /// so a call after a kill does only this.
     fn end(&self, dir: &Path, report: RestoreReport, chunks: u64) -> Result<RestoreReport> {
         for image in &self.images {
             FetchMap::remove(image.path)?;

@@ -158,8 +158,8 @@ impl Catalog {
     }
 
     /// The manifests of base images, in the order of their places, without their chunks: an archive
-    /// may have many, of large disks. Those that are damaged are left out, which is said; whether
-    /// there are such.
+    /// may have many, of large disks. A warning names each damaged one, which is left out. Also
+    /// returns whether there is any.
     pub(crate) async fn read_bases(&self, archive: &Archive) -> Result<(Vec<BaseHeader>, bool)> {
         let (mut bases, mut damaged) = (Vec::new(), false);
         for &at in &self.bases {
@@ -272,7 +272,7 @@ pub(crate) async fn find_part(
     found.map(|object| open_part(at, &object)).transpose()
 }
 
-/// Reads the manifest of base images. `None`, which is said: it is damaged, or has gone.
+/// Reads the manifest of base images. `None`: it is damaged or missing, and a warning names it.
 pub(crate) async fn whole_base(
     archive: &Archive,
     at: ObjectId,

@@ -433,16 +433,16 @@ pub(crate) async fn fetch_chunk(
     }
 }
 
-/// A restore that has begun in a directory.
-pub(crate) struct Begun {
+/// The start of a restore in a directory.
+pub(crate) struct RestoreStart {
     /// To be written once all images have fetch maps.
     pub note: Note,
     /// Whether an earlier restore has left maps, which say what it has fetched.
-    pub goes_on: bool,
+    pub resumes: bool,
 }
 
 /// Begins in a directory, or goes on with what an earlier restore has left in it.
-pub(crate) fn begin(archive: &Archive, dir: &Path, plan: &Plan) -> Result<Begun> {
+pub(crate) fn begin(archive: &Archive, dir: &Path, plan: &Plan) -> Result<RestoreStart> {
     let note = Note {
         archive: archive.shown().to_owned(),
         base: Some(plan.base.at),
@@ -462,9 +462,9 @@ pub(crate) fn begin(archive: &Archive, dir: &Path, plan: &Plan) -> Result<Begun>
             ));
         }
         Some(earlier) if earlier == note => {
-            return Ok(Begun {
+            return Ok(RestoreStart {
                 note,
-                goes_on: true,
+                resumes: true,
             });
         }
         Some(_) => {}
@@ -472,9 +472,9 @@ pub(crate) fn begin(archive: &Archive, dir: &Path, plan: &Plan) -> Result<Begun>
     }
     // The maps that are there are not those of these images, or are not all.
     Note::default().write(dir)?;
-    Ok(Begun {
+    Ok(RestoreStart {
         note,
-        goes_on: false,
+        resumes: false,
     })
 }
 

@@ -1,4 +1,4 @@
-//! Stores and clocks that are not as they should be: what is whole is used, and what is not is named.
+//! Stores and clocks that fail: the archive uses what is whole, and names what is not.
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering;

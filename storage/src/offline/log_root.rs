@@ -9,6 +9,7 @@ use crate::Buffer;
 use crate::catalog::control::{
     ControlFile, existing_log, has_log, read_unlocked_control, real_path,
 };
+use crate::catalog::options::SEGMENTS;
 use crate::catalog::snapshot::Snapshot;
 use crate::error::{Error, ErrorKind, Result, invalid};
 use crate::format::{CONTROL_SLOT, Control, DecodeResult, RewindEntry, SAMPLES, Sample};
@@ -22,8 +23,6 @@ use crate::medium::lock::Access;
 use crate::medium::mark::{ImageMark, hex};
 use crate::offline::rewind::rewind_unready;
 
-/// Most segments of a log.
-const MOST_SEGMENTS: u32 = 65536;
 /// Fewest segments that a restored log may have beside those it comes with.
 const SPARE_SEGMENTS: u64 = 8;
 
@@ -452,12 +451,13 @@ fn assembled(log_dir: &Path, parts: &LogParts<'_>) -> Result<LogRoot> {
     }
     let header = &mut control.header;
     let most = u64::from(parts.segments) + SPARE_SEGMENTS;
-    if most > u64::from(MOST_SEGMENTS) {
+    let limit = *SEGMENTS.end();
+    if most > u64::from(limit) {
         return Err(Error::new(
             ErrorKind::Damaged,
             format!(
                 "{} segments of log since the images were copied, and a log has at most \
-                 {MOST_SEGMENTS}; restore to an earlier point, or to one after the next copy",
+                 {limit}; restore to an earlier point, or to one after the next copy",
                 parts.segments
             ),
         ));

@@ -537,13 +537,15 @@ impl FollowingPush<'_> {
                 Some(uploader) => {
                     let ticked = uploader.tick_and_tell(&mut |lsn| self.acknowledge(lsn));
                     warn_anew(uploader);
-                    copy_error = uploader.take_copy_error();
-                    match (ticked, &mut copy_error) {
-                        // Without images there is nothing to wait for.
-                        (Ok(tick), error @ Some(_)) if !tick.restorable => {
-                            Err(error.take().expect("matched"))
+                    match uploader.take_copy_error() {
+                        // Without images the log alone restores nothing.
+                        Some(error) if matches!(&ticked, Ok(tick) if !tick.restorable) => {
+                            Err(error)
                         }
-                        (ticked, _) => ticked.map(Some),
+                        error => {
+                            copy_error = error;
+                            ticked.map(Some)
+                        }
                     }
                 }
                 None => Uploader::new(self.archive, self.log, self.options.clone()).map(|new| {
