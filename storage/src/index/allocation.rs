@@ -138,6 +138,8 @@ impl<'a> ExtentLookUp<'a> {
 
 #[cfg(test)]
 mod tests {
+    use std::path::PathBuf;
+
     use super::*;
     use crate::medium::holes::QUESTIONS;
     use crate::{
@@ -145,19 +147,38 @@ mod tests {
         create_disk,
     };
 
+    /// A disk of 64 MiB, and its log.
+    struct TestDisk {
+        path: PathBuf,
+        log: PathBuf,
+        options: StoreOptions,
+        _directory: tempfile::TempDir,
+    }
+
+    impl TestDisk {
+        fn new() -> Self {
+            let directory = tempfile::tempdir().unwrap();
+            let [path, log] = ["disk.img", "log"].map(|name| directory.path().join(name));
+            let options = StoreOptions {
+                segment_size: 4 << 20,
+                ..StoreOptions::default()
+            };
+            create_disk(&path, 64 << 20, &log, &options).unwrap();
+            Self {
+                path,
+                log,
+                options,
+                _directory: directory,
+            }
+        }
+    }
+
     #[test]
     fn the_log_and_the_base_image_are_reported_as_one() {
-        let directory = tempfile::tempdir().unwrap();
-        let (path, log) = (
-            directory.path().join("disk.img"),
-            directory.path().join("log"),
-        );
-        let options = StoreOptions {
-            segment_size: 4 << 20,
-            ..StoreOptions::default()
-        };
-        create_disk(&path, 64 << 20, &log, &options).unwrap();
-        let open = || Store::open(&log, &[DiskOptions::new(&path)], &options).unwrap();
+        let TestDisk {
+            path, log, options, ..
+        } = &TestDisk::new();
+        let open = || Store::open(log, &[DiskOptions::new(path)], options).unwrap();
         let write = |disk: &Disk, operations: Vec<Operation>| {
             let mut port = disk.open_port().unwrap();
             let count = operations.len();
@@ -237,22 +258,15 @@ mod tests {
 
     #[test]
     fn a_look_up_on_a_fragmented_image_asks_a_bounded_number_of_times() {
-        let directory = tempfile::tempdir().unwrap();
-        let (path, log) = (
-            directory.path().join("disk.img"),
-            directory.path().join("log"),
-        );
-        let options = StoreOptions {
-            segment_size: 4 << 20,
-            ..StoreOptions::default()
-        };
-        create_disk(&path, 64 << 20, &log, &options).unwrap();
+        let TestDisk {
+            path, log, options, ..
+        } = &TestDisk::new();
         // A block of data, and a hole of the same length, again and again.
-        let image = File::options().write(true).open(&path).unwrap();
+        let image = File::options().write(true).open(path).unwrap();
         for block in 0..4096 {
             std::os::unix::fs::FileExt::write_all_at(&image, &[7; 4096], block * 8192).unwrap();
         }
-        let store = Store::open(&log, &[DiskOptions::new(&path)], &options).unwrap();
+        let store = Store::open(log, &[DiskOptions::new(path)], options).unwrap();
         let disk = &store.disks()[0];
         let (extents, asked) = count(|| disk.extents(0, 64 << 11, 1));
         assert_eq!(extents, [Extent::data(8)]);
