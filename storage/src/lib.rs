@@ -125,7 +125,8 @@ pub use {
     offline::resize::resize_disk,
     offline::rewind::rewind_disk,
     offline::transfer::{
-        clone_disk, export_disk, import_disk, import_disk_as, receive_image, restore_disk,
+        RescueOptions, UnreadableSectors, clone_disk, export_disk, import_disk, import_disk_as,
+        receive_image, rescue_disk, restore_disk,
     },
     parallel::Progress,
     raw::{RawCache, RawDisk},

@@ -166,6 +166,24 @@ impl OpenBase {
         self.size == size || (entry.resizing != 0 && self.size > size)
     }
 
+    /// Refuses an image that is not as long as its log expects.
+    pub(crate) fn refuse_other_size(&self, entry: &DiskEntry, log_dir: &Path) -> Result<()> {
+        if self.size_fits(entry) {
+            return Ok(());
+        }
+        let (path, size, want) = (self.options.path.display(), self.size, entry.size.get());
+        let remedy = if size < want {
+            format!("lengthen it with 'truncate -s {want} {path}', which keeps all bytes")
+        } else {
+            "make it a disk of its own with 'walvisor disk import'".to_owned()
+        };
+        Err(wrong_log_error(format!(
+            "{path}: the image has {size} bytes, but its log in {} expects {want}; put the right image \
+             back, or {remedy}",
+            log_dir.display(),
+        )))
+    }
+
     fn is_of(&self, entry: &DiskEntry, home: &Path) -> bool {
         let at_path = entry.path(home) == self.path;
         entry.is_image(&self.identity, at_path)
@@ -387,16 +405,18 @@ fn accept(
     match held {
         Some(held) => {
             if let Some(why) = base.why_not(control, entry)? {
+                let command = |command| with_log(command, path, log_dir);
                 return Err(wrong_log_error(format!(
                     "{}: {why}; the log in {} holds {held} of its disk; put the image that they \
-                     belong to back; if it is this one, say so with: {}; or discard them with: {}",
+                     belong to back; if it is this one, say so with: {}; or write both into a new \
+                     file with: {}; or discard them with: {}",
                     path.display(),
                     log_dir.display(),
-                    with_log(
-                        format!("walvisor disk adopt {}", path.display()),
-                        path,
-                        log_dir
-                    ),
+                    command(format!("walvisor disk adopt {}", path.display())),
+                    command(format!(
+                        "walvisor disk export {} NEW --log-wins",
+                        path.display()
+                    )),
                     discard_command(path, log_dir),
                 )));
             }
@@ -415,20 +435,7 @@ fn accept(
             _ => base.refuse_foreign(log_dir)?,
         },
     }
-    if base.size_fits(entry) {
-        return Ok(());
-    }
-    let (path, size, want) = (path.display(), base.size, entry.size.get());
-    let remedy = if size < want {
-        format!("lengthen it with 'truncate -s {want} {path}', which keeps all bytes")
-    } else {
-        "make it a disk of its own with 'walvisor disk import'".to_owned()
-    };
-    Err(wrong_log_error(format!(
-        "{path}: the image has {size} bytes, but its log in {} expects {want}; put the right image \
-         back, or {remedy}",
-        log_dir.display(),
-    )))
+    base.refuse_other_size(entry, log_dir)
 }
 
 /// Refuses an image that is not in the table but carries the mark of a disk that is.

@@ -136,19 +136,20 @@ pub fn discard_log(path: &Path, log_dir: &Path) -> Result<HeldRecords> {
 pub fn adopt_image(path: &Path, log_dir: &Path) -> Result<HeldRecords> {
     let mut control = existing_log(log_dir, Access::Log)?;
     let base = OpenBase::open_as_is(&DiskOptions::new(path), Access::Write, true)?;
-    let place = find(path, Some(&base), &control, log_dir)?;
+    let place = find_lost(&base, &control, log_dir)?;
     let entry = control.control.disks[place];
-    if is_another(&base, &control, place) || !base.size_fits(&entry) {
-        let (path, log) = (path.display(), log_dir.display());
-        let (size, want) = (base.size, entry.size.get());
+    if is_another(&base, &control, place) {
         return Err(Error::new(
             ErrorKind::WrongLog,
             format!(
-                "{path}: another disk's image, or one of {size} bytes where the log in {log} expects \
-                 {want}; put the right image there"
+                "{}: the image of another disk than the log in {} has there; put the right image \
+                 there, or write both into a new file with 'walvisor disk export --log-wins'",
+                path.display(),
+                log_dir.display()
             ),
         ));
     }
+    base.refuse_other_size(&entry, log_dir)?;
     let medium = directory(log_dir, EngineKind::Blocking);
     let (scan, mut unapplied) = read_for_recovery(&medium, log_dir, &mut control, &mut |_, _| {})?;
     let held = unapplied.remove(&entry.id.get()).unwrap_or_default();
@@ -270,6 +271,16 @@ fn find(
     })
 }
 
+/// As [`find`], for an image that may have lost both its identity and its place: the log's only disk
+/// is its disk then, if it has the size.
+pub(crate) fn find_lost(base: &OpenBase, control: &ControlFile, log_dir: &Path) -> Result<usize> {
+    let found = find(&base.options.path, Some(base), control, log_dir);
+    match control.control.disks.as_slice() {
+        [only] if base.identity.mark.is_none() && base.size_fits(only) => found.or(Ok(0)),
+        _ => found,
+    }
+}
+
 /// Whether the image belongs to another disk: one of this log, or one that another log has open.
 fn is_another(base: &OpenBase, control: &ControlFile, place: usize) -> bool {
     let disks = &control.control.disks;
@@ -337,7 +348,7 @@ mod tests {
 
     use super::*;
     use crate::offline::resize::tests::{MIB, end};
-    use crate::{Operation, Store, StoreOptions, create_disk};
+    use crate::{Operation, RescueOptions, Store, StoreOptions, create_disk, rescue_disk};
 
     /// An image is copied by a program that leaves out extended attributes.
     #[test]
@@ -375,7 +386,25 @@ mod tests {
             let refused = open().map(drop).unwrap_err();
             assert_eq!(refused.kind(), ErrorKind::WrongLog);
             let told = refused.to_string();
-            assert!(told.contains("walvisor disk adopt"), "{told}");
+            for way in ["walvisor disk adopt", "--log-wins", "walvisor disk discard"] {
+                assert!(told.contains(way), "{told}");
+            }
+            // Both are put together in a new file, wherever the image is now.
+            let (moved, copy) = (dir.path().join("moved.img"), dir.path().join("copy"));
+            for image in [&path, &moved] {
+                let rescue = RescueOptions {
+                    replace: true,
+                    log_wins: true,
+                    ..RescueOptions::default()
+                };
+                std::fs::write(image, &bytes).unwrap();
+                let done = rescue_disk(image, &log, &copy, rescue, None, &mut |_, _| {}).unwrap();
+                assert_eq!((done.0.size, done.1), (MIB, Vec::new()));
+                let mut wanted = bytes.clone();
+                wanted[..512].fill(byte);
+                assert!(std::fs::read(&copy).unwrap() == wanted);
+            }
+            assert!(open().is_err(), "a rescue changes nothing");
             let adopted = adopt_image(&path, &log).unwrap();
             assert_eq!(adopted.records, plan_discard(&path, &log).unwrap().records);
             assert!(adopted.records > Some(0));
@@ -401,8 +430,22 @@ mod tests {
         let refused = adopt_image(&path, &log).unwrap_err();
         assert!(refused.to_string().contains("4096 bytes"), "{refused}");
         let other = dir.path().join("other.img");
-        std::fs::write(&other, vec![0; MIB as usize]).unwrap();
+        std::fs::write(&other, vec![0; 2 * MIB as usize]).unwrap();
         let refused = adopt_image(&other, &log).unwrap_err();
         assert_eq!(refused.kind(), ErrorKind::WrongLog);
+        let rescue = RescueOptions {
+            log_wins: true,
+            ..RescueOptions::default()
+        };
+        for (image, kind) in [
+            (&path, ErrorKind::WrongLog),
+            (&other, ErrorKind::WrongLog),
+            (&away, ErrorKind::NotFound),
+        ] {
+            let copy = dir.path().join("none");
+            let refused = rescue_disk(image, &log, &copy, rescue, None, &mut |_, _| {});
+            assert_eq!(refused.unwrap_err().kind(), kind);
+            assert!(!copy.exists());
+        }
     }
 }

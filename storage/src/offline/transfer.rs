@@ -5,20 +5,21 @@
 //! so an interrupted transfer leaves no partial image at the target.
 
 use std::fs::File;
-use std::num::NonZeroUsize;
+use std::num::{NonZeroU64, NonZeroUsize};
 use std::ops::Range;
 use std::os::unix::fs::MetadataExt;
 use std::path::Path;
 
+use rustix::fs::{Advice, fadvise};
 use zerocopy::IntoBytes;
 
-use crate::Transfer;
 use crate::catalog::control::real_path;
 use crate::catalog::identity::Identity;
 use crate::catalog::options::{DiskOptions, ImageFormat, StoreOptions, default_log_dir};
 use crate::error::{Error, ErrorKind, Result, invalid};
+use crate::format::BLOCK;
 use crate::history::point::Point;
-use crate::medium::copying::{KERNEL_COPY_BYTES, NamedSource, copy};
+use crate::medium::copying::{COPY_BYTES, KERNEL_COPY_BYTES, NamedSource, copy};
 use crate::medium::fetch_map::FetchMap;
 use crate::medium::file::DataFile;
 use crate::medium::filesystem::{OWNER, OpenMode, PathKind, files};
@@ -33,6 +34,8 @@ use crate::offline::part_file::{PartFile, exists, refuse_existing};
 use crate::offline::view::{DataPlace, View};
 use crate::parallel::{self, Progress, thread_count};
 use crate::recovery::contents::Candidate;
+use crate::sync::Mutex;
+use crate::{SECTOR_SIZE, Transfer};
 
 /// Most bytes that a thread copies at a time. Progress is reported after each such part.
 const PART_BYTES: u64 = KERNEL_COPY_BYTES;
@@ -145,6 +148,152 @@ pub fn export_disk(
 ) -> Result<Transfer> {
     let view = View::open(path, log_dir, Access::Read, threads)?;
     write_raw(&view, path, raw, replace, threads, progress)
+}
+
+/// How [`rescue_disk`] writes a disk to a raw image.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct RescueOptions {
+    /// The raw image may exist.
+    pub replace: bool,
+    /// The log's records are put over the image whatever the marks of both say. If they do not belong
+    /// together, the copy is a mix of two disks.
+    pub log_wins: bool,
+    /// What can't be read becomes zeroes.
+    pub salvage: bool,
+}
+
+/// Sectors of a disk that could not be read.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct UnreadableSectors {
+    /// The first of them.
+    pub sector: u64,
+    /// Their number, at least 1.
+    pub sectors: u64,
+    /// Why the first could not be read.
+    pub why: String,
+}
+
+/// As [`export_disk`], for a disk that can't be used as it is. Also returns what could not be read,
+/// in order: the copy has zeroes there. Each block is read alone where a longer read fails. A rescue
+/// that was killed starts over.
+///
+/// # Errors
+/// As [`export_disk`]. With [`log_wins`](RescueOptions::log_wins): [`ErrorKind::NotFound`] if there
+/// is no log; [`ErrorKind::WrongLog`] if it has no disk at `path`, none that the image's mark names,
+/// and not just one of the image's size, or if the image has another size.
+pub fn rescue_disk(
+    path: &Path,
+    log_dir: &Path,
+    raw: &Path,
+    options: RescueOptions,
+    threads: Option<NonZeroUsize>,
+    progress: Progress<'_>,
+) -> Result<(Transfer, Vec<UnreadableSectors>)> {
+    let view = if options.log_wins {
+        View::open_unmatched(path, log_dir, threads)?
+    } else {
+        View::open(path, log_dir, Access::Read, threads)?
+    };
+    if !options.salvage {
+        let done = write_raw(&view, path, raw, options.replace, threads, progress)?;
+        return Ok((done, Vec::new()));
+    }
+    let size = view.size;
+    let mode = mode_of(view.base.file.as_ref(), path)?;
+    let (part, _replaced) = begin_raw(raw, options.replace, size, mode, String::new())?;
+    let unreadable = Mutex::default();
+    // One thread: what can't be read is found in order.
+    let copied = transfer(
+        NonZeroUsize::new(1),
+        view.data(0..size, COPY_BYTES),
+        &|range, data| salvage(&view, &part, range, &data, &unreadable),
+        &mut |at, _| {
+            progress(at, size);
+            Ok(())
+        },
+    )?;
+    part.publish(options.replace)?;
+    progress(size, size);
+    let done = Transfer {
+        size,
+        copied,
+        shared: false,
+    };
+    Ok((
+        done,
+        unreadable.into_inner().expect("no thread has panicked"),
+    ))
+}
+
+/// Copies what can be read of a range of the disk, and notes the rest. Returns how many bytes it has
+/// copied.
+fn salvage(
+    view: &View,
+    part: &PartFile,
+    range: Range<u64>,
+    data: &DataPlace,
+    unreadable: &Mutex<Vec<UnreadableSectors>>,
+) -> Result<u64> {
+    // The blocks of a record may begin at any sector of the disk.
+    let block = match data {
+        DataPlace::Base => BLOCK as u64,
+        DataPlace::Log { .. } => SECTOR_SIZE,
+        DataPlace::Zero => return Ok(0),
+    };
+    let (mut copied, mut at, mut step) = (0, range.start, COPY_BYTES);
+    while at < range.end {
+        let piece = at..range.end.min(at - at % step + step);
+        let mut bytes = Vec::new();
+        let read = view.read(
+            piece.clone(),
+            &data.from(piece.start - range.start),
+            &mut |_, part| {
+                bytes.extend_from_slice(part);
+                Ok(true)
+            },
+        );
+        match read {
+            Ok(()) => {
+                part.write(&bytes, at)?;
+                copied += piece.end - at;
+            }
+            Err(_) if step > block => {
+                step = block;
+                // A failed read leaves blocks that are good as parts of larger ones in the cache.
+                if let Some(file) = view.reader().file.host() {
+                    let len = NonZeroU64::new(piece.end - at);
+                    let _ = fadvise(file, at, len, Advice::Random);
+                    let _ = fadvise(file, at, len, Advice::DontNeed);
+                }
+                continue;
+            }
+            Err(error) => {
+                let mut unreadable = unreadable.lock().expect("no thread has panicked");
+                note(&mut unreadable, &piece, &error);
+            }
+        }
+        at = piece.end;
+        if at % COPY_BYTES == 0 {
+            step = COPY_BYTES;
+        }
+    }
+    Ok(copied)
+}
+
+/// Adds a range that could not be read after those before it.
+fn note(unreadable: &mut Vec<UnreadableSectors>, range: &Range<u64>, error: &Error) {
+    let (sector, sectors) = (
+        range.start / SECTOR_SIZE,
+        (range.end - range.start) / SECTOR_SIZE,
+    );
+    match unreadable.last_mut() {
+        Some(last) if last.sector + last.sectors == sector => last.sectors += sectors,
+        _ => unreadable.push(UnreadableSectors {
+            sector,
+            sectors,
+            why: error.to_string(),
+        }),
+    }
 }
 
 /// As [`export_disk`] to a new file, but with the contents of the disk at a point in its history.

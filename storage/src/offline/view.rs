@@ -5,7 +5,7 @@ use std::ops::Range;
 use std::path::Path;
 use std::sync::Arc;
 
-use crate::catalog::control::{ControlFile, find_control};
+use crate::catalog::control::{ControlFile, existing_log, find_control};
 use crate::catalog::options::DiskOptions;
 use crate::error::{Error, ErrorKind, Result};
 use crate::format::DiskEntry;
@@ -23,6 +23,7 @@ use crate::medium::holes::DataRanges;
 use crate::medium::lock::Access;
 use crate::medium::segment::LogRead;
 use crate::offline::attach::{OpenBase, end_past};
+use crate::offline::discard::find_lost;
 use crate::recovery::contents::VerifyScope;
 use crate::recovery::replay::{UnappliedByDisk, read_log_until, read_records};
 use crate::recovery::scan::{self, FoundRecord};
@@ -55,6 +56,20 @@ pub(crate) enum DataPlace {
     Log { segment: Arc<Segment>, offset: u64 },
     /// Nowhere: zeroes, whatever the base image has there.
     Zero,
+}
+
+impl DataPlace {
+    /// The place of the bytes that come so many bytes later.
+    pub(crate) fn from(&self, bytes: u64) -> Self {
+        match self {
+            Self::Base => Self::Base,
+            Self::Zero => Self::Zero,
+            Self::Log { segment, offset } => Self::Log {
+                segment: segment.clone(),
+                offset: offset + bytes,
+            },
+        }
+    }
 }
 
 /// A disk and its log, both locked.
@@ -117,6 +132,34 @@ impl LocatedDisk {
             medium,
             live: scan.live,
             last_lsn: control.control.with_rewinds(newest.lsn),
+            control,
+            unapplied,
+        });
+        Ok(Self { base, log })
+    }
+
+    /// As [`open`](Self::open) for reading, whatever the marks say of whether image and log belong
+    /// together.
+    ///
+    /// # Errors
+    /// If there is no log, it has no disk for this image, or the image has another size.
+    pub(crate) fn open_unmatched(
+        options: &DiskOptions,
+        log_dir: &Path,
+        threads: Option<NonZeroUsize>,
+    ) -> Result<Self> {
+        let control = existing_log(log_dir, Access::LogRead)?;
+        let base = OpenBase::open_as_is(options, Access::Read, true)?;
+        let place = find_lost(&base, &control, log_dir)?;
+        base.refuse_other_size(&control.control.disks[place], log_dir)?;
+        let medium = directory_to_read(log_dir, threads);
+        let (scan, unapplied) = read_log_until(&medium, log_dir, &control.control, u64::MAX)?;
+        let log = Some(LocatedLog {
+            no_past: None,
+            place,
+            medium,
+            live: scan.live,
+            last_lsn: control.control.with_rewinds(scan.last.lsn),
             control,
             unapplied,
         });
@@ -294,6 +337,17 @@ impl View {
         let until = log.resolve(at, &base)?;
         log.read_until(until)?;
         Self::of(base, Some(log))
+    }
+
+    /// As [`open`](Self::open) for reading, see [`LocatedDisk::open_unmatched`].
+    pub(crate) fn open_unmatched(
+        path: &Path,
+        log_dir: &Path,
+        threads: Option<NonZeroUsize>,
+    ) -> Result<Self> {
+        let LocatedDisk { base, log } =
+            LocatedDisk::open_unmatched(&DiskOptions::new(path), log_dir, threads)?;
+        Self::of(base, log)
     }
 
     fn of(base: OpenBase, log: Option<LocatedLog>) -> Result<Self> {

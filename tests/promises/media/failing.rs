@@ -17,8 +17,8 @@ use std::time::{Duration, Instant};
 use rustix::event::{PollFd, PollFlags, poll};
 use rustix::time::Timespec;
 use walvisor_storage::{
-    BackendQueue, Buffer, CommitWait, DiskOptions, EngineKind, Operation, Port, Store,
-    StoreOptions, create_disk, default_log_dir, export_disk, import_disk,
+    BackendQueue, Buffer, CommitWait, DiskOptions, EngineKind, Operation, Port, RescueOptions,
+    Store, StoreOptions, create_disk, default_log_dir, export_disk, import_disk, rescue_disk,
 };
 use walvisor_testkit::Process;
 use walvisor_testkit::process::run;
@@ -539,6 +539,61 @@ fn a_read_that_fails_on_ext4_is_an_error_until_the_medium_is_healed() {
 #[test]
 fn a_read_that_fails_on_xfs_is_an_error_until_the_medium_is_healed() {
     reads_fail_and_heal("xfs");
+}
+
+/// Blocks of an image can't be read. A rescue has the others, and tells which it lacks.
+#[test]
+fn a_rescue_has_the_blocks_that_can_be_read() {
+    let mut fs = match MediumFs::new("ext4") {
+        Ok(fs) => fs,
+        Err(why) => return println!("skipped: no ext4 on a medium that fails: {why}"),
+    };
+    let (disk, dir) = (disk_on(&fs), tempfile::tempdir().unwrap());
+    let copy = dir.path().join("copy");
+    let blocks = 1024;
+    // The medium fails for blocks with a mark.
+    let rotten = [3, 4, 300, blocks - 1];
+    let (mut bytes, mut readable) = (Vec::new(), Vec::new());
+    for block in 0..blocks {
+        let sound = vec![block as u8 | 1; 4096];
+        let bad = rotten.contains(&block);
+        readable.extend(if bad { vec![0; 4096] } else { sound.clone() });
+        bytes.extend(if bad {
+            content(1, block)[..4096].to_vec()
+        } else {
+            sound
+        });
+    }
+    let mut file = File::create(&disk).unwrap();
+    file.write_all(&bytes).unwrap();
+    file.sync_all().unwrap();
+    drop(file);
+    fs.lose_power();
+    fs.medium().fail_reads();
+    let rescue = |salvage| {
+        let options = RescueOptions {
+            salvage,
+            ..RescueOptions::default()
+        };
+        let log = default_log_dir(&disk);
+        rescue_disk(&disk, &log, &copy, options, None, &mut |_, _| {})
+    };
+    let refused = rescue(false).unwrap_err().to_string();
+    assert!(refused.contains("Input/output error"), "{refused}");
+    assert!(!copy.exists());
+    let (done, unreadable) = rescue(true).unwrap();
+    assert_eq!(done.copied, (blocks - 4) * 4096);
+    let told: Vec<_> = unreadable
+        .iter()
+        .map(|range| (range.sector, range.sectors))
+        .collect();
+    let wanted = [(3, 2), (300, 1), (blocks - 1, 1)];
+    assert_eq!(told, wanted.map(|(at, blocks)| (at * 8, blocks * 8)));
+    assert!(
+        unreadable[0].why.contains("Input/output error"),
+        "{unreadable:?}"
+    );
+    assert!(std::fs::read(&copy).unwrap() == readable);
 }
 
 /// Copies a disk to a file, and says what came of it.

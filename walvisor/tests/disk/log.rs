@@ -313,6 +313,8 @@ fn disk_check_names_disk_sectors_and_lsn_of_damage() {
     let dump = || objects(&done(&crashed, "log dump disk.img.wal --records --json"));
     let records = dump();
     let number = |key: &str| records[1][key].as_u64().unwrap();
+    done(&crashed, "disk export disk.img sound");
+    let sound = std::fs::read(crashed.join("sound")).unwrap();
     write_byte(
         &segment(&crashed, &records[1]),
         number("payload_offset") + 5,
@@ -349,6 +351,31 @@ fn disk_check_names_disk_sectors_and_lsn_of_damage() {
     assert!(dumped[0] == records[0] && dumped[2..] == records[2..]);
     let damage = ["damaged", "segment-0000"];
     refused(&crashed, "disk export disk.img out", 1, &damage);
+    // A rescue has all but the damaged sectors.
+    let salvaged = |options: &str| {
+        let output = walvisor(
+            &crashed,
+            &format!("disk export disk.img out --salvage {options}"),
+        );
+        assert_eq!(output.status.code(), Some(1));
+        let error = String::from_utf8(output.stderr).unwrap();
+        assert!(error.contains("out: not all of disk.img: 4 KiB"), "{error}");
+        String::from_utf8(output.stdout).unwrap()
+    };
+    let wanted = format!("disk.img: unreadable: sectors {first} to {last} (");
+    assert!(salvaged("").contains(&wanted));
+    let report = json(&salvaged("--force --json"));
+    let lost = &report["unreadable"].as_array().unwrap()[..];
+    assert_eq!(
+        (lost.len(), &lost[0]["sector"], &lost[0]["sectors"]),
+        (1, &first.into(), &8.into())
+    );
+    let lost = first as usize * 512..(last as usize + 1) * 512;
+    let copied = std::fs::read(crashed.join("out")).unwrap();
+    let mut whole = sound;
+    assert!(whole[lost.clone()].iter().any(|&byte| byte != 0));
+    whole[lost].fill(0);
+    assert!(copied == whole);
     // What a checkpoint, and the log, have of it then, the store shows.
     let output = walvisor(&crashed, "disk checkpoint disk.img");
     let error = String::from_utf8(output.stderr).unwrap();

@@ -37,7 +37,8 @@ fn told_later(dir: &Path, image: &File) -> String {
     let parts = [
         "another program, or a mount, has written to it since the log did",
         "the log in disk.img.wal holds 1 record of its disk; put the image that they belong to \
-         back; if it is this one, say so with: walvisor disk adopt disk.img; or discard them with: \
+         back; if it is this one, say so with: walvisor disk adopt disk.img; or write both into a \
+         new file with: walvisor disk export disk.img NEW --log-wins; or discard them with: \
          walvisor disk discard disk.img",
     ];
     let commands = ["info", "checkpoint", "snapshots", "check"];

@@ -3,7 +3,7 @@
 use std::path::{Path, PathBuf};
 
 use clap::Args;
-use serde_json::json;
+use serde_json::{Value, json};
 use walvisor_storage::{self as storage, ImageFormat, Point, StoreOptions};
 
 use super::path::{DetachedImages, DiskPath, print};
@@ -41,6 +41,12 @@ pub(super) struct ExportArguments {
     /// Replace RAW if it exists.
     #[arg(long)]
     force: bool,
+    /// Put the log's records over the image whatever the marks of both say.
+    #[arg(long)]
+    log_wins: bool,
+    /// Write zeroes for what can't be read, print a list of it, and fail at the end.
+    #[arg(long)]
+    salvage: bool,
     #[command(flatten)]
     threads: Threads,
     /// Print JSON.
@@ -119,34 +125,31 @@ pub(in crate::commands) fn report(
     done: storage::Transfer,
     said: &str,
 ) {
-    let storage::Transfer {
-        size,
-        copied,
-        shared,
-    } = done;
     if json {
-        print(format_args!(
-            "{}\n",
-            json!({
-                "disk": disk,
-                key: other,
-                "size_bytes": size,
-                "copied_bytes": copied,
-                "shared": shared,
-            })
-        ))
-    } else {
-        print(format_args!(
-            "{said}: {}, {} of them copied{}\n",
-            human_size(size),
-            human_size(copied),
-            if shared {
-                ", the others shared by the file system"
-            } else {
-                ""
-            }
-        ))
+        print(format_args!("{}\n", to_json(disk, (key, other), done)));
+        return;
     }
+    print(format_args!(
+        "{said}: {}, {} of them copied{}\n",
+        human_size(done.size),
+        human_size(done.copied),
+        if done.shared {
+            ", the others shared by the file system"
+        } else {
+            ""
+        }
+    ))
+}
+
+/// The report of a copy as JSON.
+fn to_json(disk: &Path, (key, other): (&str, &Path), done: storage::Transfer) -> Value {
+    json!({
+        "disk": disk,
+        key: other,
+        "size_bytes": done.size,
+        "copied_bytes": done.copied,
+        "shared": done.shared,
+    })
 }
 
 /// Carries out `walvisor disk import`.
@@ -181,22 +184,52 @@ pub(super) fn export(arguments: &ExportArguments) -> Result<(), CommandError> {
         disk,
         raw,
         force,
+        log_wins,
+        salvage,
         threads,
         json,
     } = arguments;
-    let done = with_bar("exporting", |progress| {
-        storage::export_disk(
-            &disk.path,
-            &disk.log(),
-            raw,
-            *force,
-            threads.get(),
-            progress,
-        )
+    let options = storage::RescueOptions {
+        replace: *force,
+        log_wins: *log_wins,
+        salvage: *salvage,
+    };
+    let (done, unreadable) = with_bar("exporting", |progress| {
+        let (log, threads) = (disk.log(), threads.get());
+        storage::rescue_disk(&disk.path, &log, raw, options, threads, progress)
     })
     .map_err(CommandError::failed)?;
-    let said = format!("{}: exported {}", raw.display(), disk.path.display());
-    report(*json, &disk.path, ("raw", raw), done, &said);
+    let (name, copy) = (disk.path.display(), raw.display());
+    let said = format!("{copy}: exported {name}");
+    match (*json, *salvage) {
+        (true, true) => {
+            let mut told = to_json(&disk.path, ("raw", raw), done);
+            let ranges = unreadable.iter().map(|range| {
+                json!({ "sector": range.sector, "sectors": range.sectors, "why": range.why })
+            });
+            told["unreadable"] = ranges.collect();
+            print(format_args!("{told}\n"));
+        }
+        _ => report(*json, &disk.path, ("raw", raw), done, &said),
+    }
+    for range in unreadable.iter().filter(|_| !json) {
+        let storage::UnreadableSectors {
+            sector,
+            sectors,
+            why,
+        } = range;
+        let last = sector + sectors - 1;
+        print(format_args!(
+            "{name}: unreadable: sectors {sector} to {last} ({why})\n"
+        ));
+    }
+    let sectors: u64 = unreadable.iter().map(|range| range.sectors).sum();
+    if sectors > 0 {
+        return Err(CommandError::Failed(format!(
+            "{copy}: not all of {name}: {} could not be read and are zeroes here",
+            human_size(sectors * storage::SECTOR_SIZE)
+        )));
+    }
     Ok(())
 }
 
