@@ -13,6 +13,7 @@ use crate::format::{
     CONTROL_MAGIC, CONTROL_SLOT, Control, ControlHeader, DecodeResult, DiskEntry, VERSION,
 };
 use crate::medium::file::DataFile;
+use crate::medium::file::Segment;
 use crate::medium::filesystem::{OWNER, OpenMode, files};
 use crate::medium::host;
 use crate::medium::lock::{Access, Holder};
@@ -170,13 +171,25 @@ pub(crate) fn find_control(log_dir: &Path, access: Access) -> Result<Option<Cont
 /// As [`find_control`], for a log that must exist.
 pub(crate) fn existing_log(log_dir: &Path, access: Access) -> Result<ControlFile> {
     find_control(log_dir, access)?.ok_or_else(|| {
-        Error::new(
-            ErrorKind::NotFound,
+        let text = lost_control(log_dir).unwrap_or_else(|| {
             format!(
                 "{}: this is not a log (it has no control file); name a log directory, such as \
                  disk.img.wal",
                 log_dir.display()
-            ),
+            )
+        });
+        Error::new(ErrorKind::NotFound, text)
+    })
+}
+
+/// What is said of a directory that has segments and no control file: a log that has lost it.
+pub(crate) fn lost_control(log_dir: &Path) -> Option<String> {
+    let segments = Segment::list(&*files(), log_dir).ok()?.len();
+    (segments > 0 && !has_log(log_dir)).then(|| {
+        format!(
+            "{} has {segments} segments, and no control file, which says what they are: put that \
+             file back",
+            log_dir.display()
         )
     })
 }

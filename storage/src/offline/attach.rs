@@ -12,7 +12,7 @@ use std::time::Duration;
 
 use zerocopy::little_endian::{U16, U64};
 
-use crate::catalog::control::{ControlFile, has_log, real_path, register};
+use crate::catalog::control::{ControlFile, lost_control, real_path, register};
 use crate::catalog::identity::{Identity, written};
 use crate::catalog::log_location::{LogLocation, refuse_other_log};
 use crate::catalog::options::{DiskOptions, default_log_dir};
@@ -24,7 +24,7 @@ use crate::log::commit::Commit;
 use crate::log::disk_state::DiskState;
 use crate::log::image::Image;
 use crate::log::spill::Spill;
-use crate::medium::file::{DataFile, Segment, set_size};
+use crate::medium::file::{DataFile, set_size};
 use crate::medium::filesystem::{self, OpenMode, PathKind, files};
 use crate::medium::lock::Access;
 use crate::medium::mark::{ImageMark, hex};
@@ -132,15 +132,12 @@ impl OpenBase {
     pub(crate) fn refuse_foreign(&self, log_dir: &Path) -> Result<()> {
         let mark = self.identity.mark.as_ref();
         refuse_other_format(&self.options.path, mark, self.options.format)?;
+        let open = mark.is_none_or(|mark| mark.open);
+        if let Some(lost) = lost_control(log_dir).filter(|_| open) {
+            let path = self.options.path.display();
+            return Err(wrong_log_error(format!("{path}: its log at {lost}")));
+        }
         match mark {
-            Some(ImageMark {
-                open: true, disk, ..
-            }) if headless_segments(log_dir) > 0 => Err(wrong_log_error(format!(
-                "{}: disk {} was not closed, and {}",
-                self.options.path.display(),
-                hex(disk),
-                headless_text(log_dir, headless_segments(log_dir)),
-            ))),
             Some(ImageMark {
                 open: true, disk, ..
             }) => {
@@ -405,18 +402,12 @@ fn accept(
     match held {
         Some(held) => {
             if let Some(why) = base.why_not(control, entry)? {
-                let command = |command| with_log(command, path, log_dir);
                 return Err(wrong_log_error(format!(
                     "{}: {why}; the log in {} holds {held} of its disk; put the image that they \
-                     belong to back; if it is this one, say so with: {}; or write both into a new \
-                     file with: {}; or discard them with: {}",
+                     belong to back; if it is this one, {}; or discard them with: {}",
                     path.display(),
                     log_dir.display(),
-                    command(format!("walvisor disk adopt {}", path.display())),
-                    command(format!(
-                        "walvisor disk export {} NEW --log-wins",
-                        path.display()
-                    )),
+                    rescue_commands(path, log_dir),
                     discard_command(path, log_dir),
                 )));
             }
@@ -470,7 +461,7 @@ fn unknown(base: &OpenBase, control: &ControlFile, log_dir: &Path) -> Error {
         .iter()
         .map(|path| path.display().to_string())
         .collect();
-    wrong_log_error(format!(
+    let mut told = format!(
         "{path}: the log in {} belongs to {}, not to this disk; name the right one with log=DIR",
         log_dir.display(),
         if others.is_empty() {
@@ -478,7 +469,30 @@ fn unknown(base: &OpenBase, control: &ControlFile, log_dir: &Path) -> Error {
         } else {
             others.join(", ")
         },
-    ))
+    );
+    if is_only_disk(base, control) {
+        let path = &base.options.path;
+        told += &format!(
+            "; if this is that disk's image without its extended attributes, {}",
+            rescue_commands(path, log_dir)
+        );
+    }
+    wrong_log_error(told)
+}
+
+/// Whether an image without an identity can only be that of the log's only disk.
+pub(crate) fn is_only_disk(base: &OpenBase, control: &ControlFile) -> bool {
+    let mark = &base.identity.mark;
+    matches!(control.control.disks.as_slice(), [only] if mark.is_none() && base.size_fits(only))
+}
+
+/// The commands for an image that has lost its identity.
+fn rescue_commands(path: &Path, log_dir: &Path) -> String {
+    let image = path.display();
+    let adopt = with_log(format!("walvisor disk adopt {image}"), path, log_dir);
+    let export = format!("walvisor disk export {image} NEW --log-wins");
+    let export = with_log(export, path, log_dir);
+    format!("say so with: {adopt}; or write both into a new file with: {export}")
 }
 
 /// Refuses a file that is already open here: waiting for its lock would be useless.
@@ -785,24 +799,6 @@ fn count(records: u64) -> String {
 pub(crate) fn discard_command(path: &Path, log_dir: &Path) -> String {
     let discard = format!("walvisor disk discard {}", path.display());
     with_log(discard, path, log_dir)
-}
-
-/// The number of segments in a directory that has no control file: a log that has lost it.
-pub(crate) fn headless_segments(log_dir: &Path) -> usize {
-    if has_log(log_dir) {
-        return 0;
-    }
-    let segments = Segment::list(&*files(), log_dir);
-    segments.map_or(0, |segments| segments.len())
-}
-
-/// What is said of such a log.
-pub(crate) fn headless_text(log_dir: &Path, segments: usize) -> String {
-    format!(
-        "its log at {} has {segments} segments, and no control file, which says what they are: put \
-         that file back",
-        log_dir.display()
-    )
 }
 
 /// Adds the log to a command for the disk at `path`, if that is not the default.

@@ -11,7 +11,7 @@ use std::path::{Path, PathBuf};
 use zerocopy::little_endian::U64;
 
 use crate::catalog::control::{
-    ControlFile, existing_log, find_control, has_log, open_control, real_path,
+    ControlFile, existing_log, find_control, has_log, lost_control, open_control, real_path,
 };
 use crate::catalog::identity::written;
 use crate::catalog::log_location::LogLocation;
@@ -26,7 +26,7 @@ use crate::medium::filesystem::{OpenMode, files};
 use crate::medium::lock::Access;
 use crate::medium::mark::{ImageMark, hex};
 use crate::mutant::{Mutant, planted};
-use crate::offline::attach::{OpenBase, check_past, headless_segments, headless_text};
+use crate::offline::attach::{OpenBase, check_past, is_only_disk};
 use crate::recovery::replay::{UnappliedRecords, read_for_recovery, read_log_until};
 
 /// What a log holds of a disk: what [`discard_log`] has discarded, or [`adopt_image`] has kept.
@@ -275,9 +275,10 @@ fn find(
 /// is its disk then, if it has the size.
 pub(crate) fn find_lost(base: &OpenBase, control: &ControlFile, log_dir: &Path) -> Result<usize> {
     let found = find(&base.options.path, Some(base), control, log_dir);
-    match control.control.disks.as_slice() {
-        [only] if base.identity.mark.is_none() && base.size_fits(only) => found.or(Ok(0)),
-        _ => found,
+    if is_only_disk(base, control) {
+        found.or(Ok(0))
+    } else {
+        found
     }
 }
 
@@ -293,14 +294,13 @@ fn is_another(base: &OpenBase, control: &ControlFile, place: usize) -> bool {
 
 /// Refuses to take a log for gone whose segments are there.
 fn refuse_headless(path: &Path, log_dir: &Path) -> Result<()> {
-    match headless_segments(log_dir) {
-        0 => Ok(()),
-        segments => Err(Error::new(
+    match lost_control(log_dir) {
+        None => Ok(()),
+        Some(lost) => Err(Error::new(
             ErrorKind::Damaged,
             format!(
-                "{}: {}; to give up what they hold, remove that directory first",
-                path.display(),
-                headless_text(log_dir, segments)
+                "{}: its log at {lost}; to give up what they hold, remove that directory first",
+                path.display()
             ),
         )),
     }
@@ -348,7 +348,9 @@ mod tests {
 
     use super::*;
     use crate::offline::resize::tests::{MIB, end};
-    use crate::{Operation, RescueOptions, Store, StoreOptions, create_disk, rescue_disk};
+    use crate::{
+        Operation, RescueOptions, Store, StoreOptions, create_disk, export_disk, rescue_disk,
+    };
 
     /// An image is copied by a program that leaves out extended attributes.
     #[test]
@@ -400,6 +402,9 @@ mod tests {
                 std::fs::write(image, &bytes).unwrap();
                 let done = rescue_disk(image, &log, &copy, rescue, None, &mut |_, _| {}).unwrap();
                 assert_eq!((done.0.size, done.1), (MIB, Vec::new()));
+                let refused = DiskOptions::new(image);
+                let refused = Store::open(&log, &[refused], &options).map(drop);
+                assert!(refused.unwrap_err().to_string().contains("--log-wins"));
                 let mut wanted = bytes.clone();
                 wanted[..512].fill(byte);
                 assert!(std::fs::read(&copy).unwrap() == wanted);
@@ -420,8 +425,16 @@ mod tests {
             plan_discard(&path, &log).map(drop).unwrap_err(),
             crate::inspect(&path, &log).map(drop).unwrap_err(),
             open().map(drop).unwrap_err(),
+            adopt_image(&path, &log).map(drop).unwrap_err(),
         ] {
             let told = told.to_string();
+            assert!(told.contains("segments, and no control file"), "{told}");
+        }
+        // Nor is an image without any mark taken for one that has everything.
+        let copy = dir.path().join("copy");
+        for image in [&path, &dir.path().join("moved.img")] {
+            let exported = export_disk(image, &log, &copy, true, None, &mut |_, _| {});
+            let told = exported.unwrap_err().to_string();
             assert!(told.contains("segments, and no control file"), "{told}");
         }
         std::fs::rename(&away, &control).unwrap();
@@ -437,11 +450,7 @@ mod tests {
             log_wins: true,
             ..RescueOptions::default()
         };
-        for (image, kind) in [
-            (&path, ErrorKind::WrongLog),
-            (&other, ErrorKind::WrongLog),
-            (&away, ErrorKind::NotFound),
-        ] {
+        for (image, kind) in [(&path, ErrorKind::WrongLog), (&other, ErrorKind::WrongLog)] {
             let copy = dir.path().join("none");
             let refused = rescue_disk(image, &log, &copy, rescue, None, &mut |_, _| {});
             assert_eq!(refused.unwrap_err().kind(), kind);
