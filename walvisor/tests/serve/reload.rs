@@ -4,6 +4,7 @@ use std::fs::{self, File};
 use std::os::unix::fs::symlink;
 use std::path::Path;
 
+use rustix::fs::{CWD, FileType, Mode, mknodat};
 use rustix::process::Signal;
 use walvisor_testkit::nbd::RawClient;
 use walvisor_testkit::{Process, wait_until};
@@ -89,8 +90,14 @@ fn a_file_that_is_wrong_anywhere_changes_nothing() {
         reload_says(&daemon, dir, part);
         assert_eq!(disk_names(dir), ["a", "b"], "{part}");
     }
+    // A pipe that nobody writes to would not end, nor would a request to stop be heard meanwhile.
+    let pool = dir.join("pool.toml");
+    fs::remove_file(&pool).unwrap();
+    mknodat(CWD, &pool, FileType::Fifo, Mode::RUSR, 0).unwrap();
+    reload_says(&daemon, dir, "not a regular file");
+    fs::remove_file(&pool).unwrap();
     let told = errors(dir);
-    assert_eq!(told.lines().count(), 6, "{told}");
+    assert_eq!(told.lines().count(), 7, "{told}");
     for line in told.lines() {
         assert!(line.contains("pool.toml: "), "{line}");
         assert!(line.ends_with("the disks stay as they are"), "{line}");

@@ -145,6 +145,10 @@ impl PoolFile {
     /// One line. Nothing has changed then.
     fn try_reload(&self, controlled: &ControlledProcess, hotplug: &Hotplug) -> Result<(), String> {
         let file = self.path.display();
+        // A pipe may never end, and this thread hears requests to stop.
+        if fs::metadata(&self.path).is_ok_and(|found| !found.is_file()) {
+            return Err("not a regular file; put one there".to_owned());
+        }
         let text = read(&self.path, self.kind).map_err(|error| self.explain(error))?;
         let wanted: Vec<_> = text.pool_disks().collect();
         let has = |disks: &[PoolDisk], disk: &PoolDisk| disks.iter().any(|other| other.is(disk));
