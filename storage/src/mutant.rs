@@ -94,8 +94,8 @@ faults! {
         PointReadsNewer,
         /// A disk that floods the log's room is not held back. Who has used it is in memory.
         RoomUnshared,
-        /// A fold passes a pin. Pins are in memory.
-        FoldPassesPin,
+        /// A fold passes what must stay in the log.
+        FoldPassesHold,
         /// A copy to the base images does not save what a snapshot needs. The medium does not know of
         /// snapshots.
         SnapshotUnsaved,
@@ -109,8 +109,8 @@ faults! {
         FoldSplitsRewind,
         /// The newest rewind is forgotten when the log is read. It is in memory then.
         RewindForgotten,
-        /// A look at a disk in use does not pin the base images. Pins are in memory.
-        LookUnpinned,
+        /// A look at a disk in use does not hold the base images. Its hold is in memory.
+        LookUnheld,
         /// A fold omits DISCARD and WRITE_ZEROES. The medium does not know of records.
         FoldSkipsZeroes,
         /// After a fold the index forgets newer bytes too. The index is in memory.

@@ -122,14 +122,6 @@ impl Snapshot {
         SnapshotName(entry.name).is_of_export()
     }
 
-    /// The snapshots between the two points of a restore in place, oldest first. The base images
-    /// can't stop at them, so what they need stays in the log.
-    pub(crate) fn inside_rewinds(control: &Control) -> Vec<Self> {
-        let mut all = Self::all(control);
-        all.retain(|snapshot| control.splits_rewind(snapshot.lsn));
-        all
-    }
-
     /// Whether it includes this disk.
     pub(crate) fn has(&self, disk_id: u32) -> bool {
         self.disk_id.is_none_or(|id| id == disk_id)

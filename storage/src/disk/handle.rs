@@ -18,8 +18,8 @@ use crate::history::rewind_plan::RewindReport;
 use crate::index::allocation::{ExtentLookUp, disk_extents};
 use crate::log::commit::Commit;
 use crate::log::disk_state::DiskState;
+use crate::log::holds::{HeldLog, HoldOwner};
 use crate::log::orders::KeeperTask;
-use crate::log::pin::{PinUser, PinnedLog};
 use crate::log::pipeline::MarkCommit;
 use crate::log::replica::{LogReplica, ReplicaCall, ReplicaOptions};
 use crate::log::sharing::SyncSharing;
@@ -223,16 +223,16 @@ impl Disk {
     /// left the log, or the log had failed, is being closed, is open for reading only, or has
     /// records that can't be read.
     pub fn look(&self, at: Point, scratch: Option<File>) -> crate::Result<Look> {
-        let held = self.hold(PinUser::Look)?;
-        Look::pinned(&self.log, &self.state, at, held, scratch)
+        let held = self.hold(HoldOwner::Look)?;
+        Look::in_use(&self.log, &self.state, at, held, scratch)
     }
 
-    /// Makes everything written so far durable, and pins the log.
+    /// Makes everything written so far durable, and holds the log.
     ///
     /// # Errors
     /// If the disk has left the log, or the log had failed, is being closed, is open for reading
     /// only, or can't be copied although it must.
-    pub(crate) fn hold(&self, user: PinUser) -> crate::Result<PinnedLog> {
+    pub(crate) fn hold(&self, user: HoldOwner) -> crate::Result<HeldLog> {
         let (held, holds) = mpsc::channel();
         let task = KeeperTask::Look(self.state.clone(), user, held);
         self.log.order(task)?;
@@ -258,7 +258,7 @@ impl Disk {
             )));
         }
         let newest = self.state.last_lsn.load(Ordering::Acquire);
-        let held = self.hold(PinUser::Rewind)?;
+        let held = self.hold(HoldOwner::Rewind)?;
         let (mut done, rewinding) = RewindReport::plan(&self.log, &self.state, at, newest, &held)?;
         let Some(rewinding) = rewinding else {
             return Ok(done);
@@ -485,16 +485,16 @@ impl Tracked for Disk {
             Ok(true)
         };
         let changes = disk_extents(sector, sectors, self.sectors(), most, append)?;
-        // So far nothing after a pinned LSN has left the log, and what a snapshot needs from the
+        // So far nothing after a held LSN has left the log, and what a snapshot needs from the
         // base image was saved.
         let guard = log.lock();
-        let pinned = guard.keeper.pinned().is_some_and(|lsn| lsn <= since);
+        let kept = guard.keeper.holds.kept().is_some_and(|lsn| lsn <= since);
         let named = guard
             .keeper
             .snapshots
             .iter()
             .any(|named| named.lsn == since);
-        let known = pinned || named && guard.keeper.saved.has(since, state.id);
+        let known = kept || named && guard.keeper.saved.has(since, state.id);
         drop(guard);
         if known && state.comes_from(since) {
             Ok(changes)

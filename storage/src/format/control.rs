@@ -292,14 +292,6 @@ impl Control {
                 .is_none_or(|last| last.at < header.next_lsn)
     }
 
-    /// The LSN of the oldest snapshot that the base images have not moved past.
-    pub(crate) fn pinned(&self) -> Option<u64> {
-        let named = self.snapshots.iter().filter(|snapshot| snapshot.is_named());
-        let lsns = named.map(|snapshot| snapshot.lsn.get());
-        lsns.filter(|lsn| *lsn >= self.header.checkpoint_lsn.get())
-            .min()
-    }
-
     /// Whether all disks, snapshots and rewinds fit a slot.
     pub(crate) fn fits(&self) -> bool {
         let tables = size_of_val(&self.disks[..])

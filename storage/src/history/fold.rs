@@ -19,7 +19,7 @@ use crate::history::keeper::Keeper;
 use crate::history::machine::CopyEvent;
 use crate::index::{IndexBuilder, Location, Piece};
 use crate::log::commit::Commit;
-use crate::log::orders::KeeperState;
+use crate::log::holds::{HoldOwner, Holds};
 use crate::log::state::LogState;
 use crate::medium::file::Segment;
 use crate::mutant::{Mutant, planted};
@@ -34,23 +34,22 @@ use crate::tracepoints;
 const WARN_PERCENT: u128 = 80;
 
 /// Who needs the records after this LSN, and what to do about it.
-fn who_needs(keeper: &KeeperState, lsn: u64) -> String {
-    let mut inside_rewinds = keeper.inside_rewinds.iter();
-    let snapshot = inside_rewinds.find(|snapshot| snapshot.lsn == lsn);
-    let exported = snapshot.is_some_and(|snapshot| snapshot.name.is_of_export());
-    if keeper.replica_needs == Some(lsn) {
-        return "its archive lacks what comes after it; wait until the archive has it".to_owned();
-    }
-    if exported || keeper.is_held_briefly() {
-        return "an export, or a restore in place, needs the log; wait until it has ended, or end \
-                the export (export-cancel)"
-            .to_owned();
-    }
-    match snapshot {
-        Some(Snapshot { name, .. }) => {
+fn who_needs(holds: &Holds, lsn: u64) -> String {
+    match holds.owner_of(lsn) {
+        Some(HoldOwner::Replica) => {
+            "its archive lacks what comes after it; wait until the archive has it".to_owned()
+        }
+        Some(HoldOwner::KeptPoint(_) | HoldOwner::Export | HoldOwner::Rewind) => {
+            "an export, or a restore in place, needs the log; wait until it has ended, or end the \
+             export (export-cancel)"
+                .to_owned()
+        }
+        Some(HoldOwner::Snapshot(name)) => {
             format!("snapshot '{name}' needs the log; delete it with 'snapshot-delete {name}'")
         }
-        None => "a look at a disk needs the log; end it (unlook)".to_owned(),
+        Some(HoldOwner::Look) | None => {
+            "a look at a disk needs the log; end it (unlook)".to_owned()
+        }
     }
 }
 
@@ -82,9 +81,9 @@ impl Keeper {
                 return Ok(());
             }
             let newest = self.control.control.with_rewinds(state.pipeline.appended());
-            let for_replica = state.keeper.held_for_replica(newest);
-            let pinned = for_replica.or(state.keeper.held_here());
-            let briefly = for_replica.is_some() || state.keeper.is_held_briefly();
+            let for_replica = state.keeper.holds.held_for_replica(newest);
+            let held = for_replica.or(state.keeper.holds.held_here());
+            let briefly = for_replica.is_some() || state.keeper.holds.end_soon();
             let index = log.counters.index.bytes();
             self.warn_if_crowded(&state, index);
             let heavy = log.index_is_heavy();
@@ -93,11 +92,11 @@ impl Keeper {
             let Some(range) = self.next_range(&mut state, pressed) else {
                 drop(state);
                 let full = starved || log.index_is_full();
-                return match pinned {
+                return match held {
                     // Writers wait until that has ended.
                     Some(_) if briefly => Ok(()),
                     Some(lsn) if full => {
-                        Err(self.pinned_error("no segment of the log can be freed", lsn))
+                        Err(self.held_error("no segment of the log can be freed", lsn))
                     }
                     // Everything is in the last segment.
                     None if heavy => self.checkpoint(false, false).map(drop),
@@ -146,14 +145,14 @@ impl Keeper {
     /// retention says.
     fn next_range(&mut self, state: &mut LogState, pressed: bool) -> Option<FoldRange> {
         let retain = state.keeper.retain;
-        let pinned = if planted(Mutant::FoldPassesPin) {
+        let held = if planted(Mutant::FoldPassesHold) {
             u64::MAX
         } else {
-            state.keeper.held().unwrap_or(u64::MAX)
+            state.keeper.holds.held().unwrap_or(u64::MAX)
         };
         let now = state.clock.now().passed;
-        let (wanted, early) = state.ring.expired(retain, now, pressed, pinned);
-        let (count, more) = self.without_split_rewinds(state, wanted, pressed, pinned);
+        let (wanted, early) = state.ring.expired(retain, now, pressed, held);
+        let (count, more) = self.without_split_rewinds(state, wanted, pressed, held);
         let early = early + more;
         let shortened = early > 0 && retain != crate::Retention::All;
         if shortened && !self.shortened {
@@ -175,7 +174,7 @@ impl Keeper {
     /// Whether something must stay in the log, for the simulation.
     #[cfg(test)]
     pub(crate) fn must_keep(&self) -> bool {
-        self.log.lock().keeper.held().is_some()
+        self.log.lock().keeper.holds.held().is_some()
     }
 
     /// The oldest snapshot between the base images' state and this LSN. The base images must stop
@@ -189,7 +188,7 @@ impl Keeper {
             // Those stay in the log.
             .filter(|snapshot| !control.splits_rewind(snapshot.lsn))
             .min_by_key(|snapshot| snapshot.lsn)
-            .filter(|_| !planted(Mutant::FoldPassesPin))
+            .filter(|_| !planted(Mutant::FoldPassesHold))
     }
 
     /// The LSN of the base images once the records up to this one are copied. Rewinds that follow
@@ -226,7 +225,7 @@ impl Keeper {
             let log = self.log.clone();
             let mut state = log.lock();
             let newest = self.control.control.with_rewinds(state.pipeline.appended());
-            let held = state.keeper.held().unwrap_or(u64::MAX);
+            let held = state.keeper.holds.held().unwrap_or(u64::MAX);
             let stop = self.stop_before(newest).filter(|stop| stop.lsn <= held);
             let Some(stop) = stop else {
                 break;
@@ -249,7 +248,7 @@ impl Keeper {
         state: &LogState,
         wanted: usize,
         pressed: bool,
-        pinned: u64,
+        held: u64,
     ) -> (usize, usize) {
         let control = &self.control.control;
         if control.rewinds.is_empty() {
@@ -257,7 +256,7 @@ impl Keeper {
         }
         let fits = |lsn| {
             let lsn = control.with_rewinds(lsn);
-            lsn <= pinned && !control.splits_rewind(lsn)
+            lsn <= held && !control.splits_rewind(lsn)
         };
         let (mut fewer, mut more) = (0, None);
         for (count, lsn) in (1..).zip(state.ring.sealed_ends()) {
@@ -279,7 +278,11 @@ impl Keeper {
     /// Warns once when history that must stay has almost filled the log or its index memory, and
     /// again after it was better in between.
     fn warn_if_crowded(&mut self, state: &LogState, index: u64) {
-        let (log, most, held) = (&self.log, state.ring.most(), state.keeper.held_firmly());
+        let (log, most, held) = (
+            &self.log,
+            state.ring.most(),
+            state.keeper.holds.held_firmly(),
+        );
         let used = state.held_segments();
         let parts = [
             (used as u64, most as u64, "room"),
@@ -287,22 +290,22 @@ impl Keeper {
         ];
         let part = |(used, all, what)| (used as u128 * 100 / u128::from(u64::max(all, 1)), what);
         let fullest = parts.map(part).into_iter().max();
-        let pinned = fullest.filter(|(percent, _)| *percent >= WARN_PERCENT);
-        let pinned = pinned.zip(held);
-        if let Some(((percent, what), lsn)) = pinned.filter(|_| !self.crowded) {
+        let crowded = fullest.filter(|(percent, _)| *percent >= WARN_PERCENT);
+        let crowded = crowded.zip(held);
+        if let Some(((percent, what), lsn)) = crowded.filter(|_| !self.crowded) {
             tracing::warn!(
                 "log {}: history that must stay takes {percent} % of its {what}, and writes fail \
                  at 100 %: {}",
                 log.dir.display(),
-                who_needs(&state.keeper, lsn)
+                who_needs(&state.keeper.holds, lsn)
             );
         }
-        self.crowded = pinned.is_some();
+        self.crowded = crowded.is_some();
     }
 
     /// The error for something that can't be done because the records after this LSN must stay.
-    pub(super) fn pinned_error(&self, what: &str, lsn: u64) -> Error {
-        let who = who_needs(&self.log.lock().keeper, lsn);
+    pub(super) fn held_error(&self, what: &str, lsn: u64) -> Error {
+        let who = who_needs(&self.log.lock().keeper.holds, lsn);
         Error::full(format!("{}: {what}: {who}", self.log.dir.display()))
     }
 
@@ -384,7 +387,7 @@ impl Keeper {
     fn give_up(&mut self, error: &Error) -> Result<bool> {
         let dir = self.log.dir.display();
         // Snapshots that the base images have moved past have what they need in saved files.
-        if self.log.lock().keeper.pinned().is_some() {
+        if self.log.lock().keeper.holds.kept().is_some() {
             return Err(Error::new(
                 ErrorKind::Damaged,
                 format!("{error}; folding the log in {dir} would lose its snapshots and looks"),
@@ -392,7 +395,7 @@ impl Keeper {
         }
         let state = self.log.lock();
         let newest = self.control.control.with_rewinds(state.pipeline.appended());
-        let for_replica = state.keeper.held_for_replica(newest);
+        let for_replica = state.keeper.holds.held_for_replica(newest);
         drop(state);
         if for_replica.is_some() {
             return Err(Error::new(

@@ -47,8 +47,8 @@ use crate::index::{ExtentMap, Location};
 use crate::log::commit::Commit;
 use crate::log::committer::{Committer, Leader};
 use crate::log::disk_state::DiskState;
+use crate::log::holds::{HeldLog, HoldOwner, OpenHold};
 use crate::log::orders::{DiskAdoption, KeeperOrder, KeeperTask};
-use crate::log::pin::{Pin, PinUser, PinnedLog};
 use crate::log::pipeline::{MarkCommit, Modification};
 use crate::log::state::{Log, LogState, RoomNeed};
 use crate::medium::cost::MediumCost;
@@ -187,7 +187,7 @@ impl Keeper {
                 self.step(false)
             };
             // What an export held up was not tried.
-            let partly = paused || self.log.lock().keeper.is_held_briefly();
+            let partly = paused || self.log.lock().keeper.holds.end_soon();
             if let Some(line) = troubles.report(&self.log, &done, partly) {
                 tracing::error!("{line}");
             }
@@ -201,7 +201,7 @@ impl Keeper {
 
     /// How much the log needs room that an export keeps it from making.
     fn need_beside_exports(&self, state: &LogState) -> RoomNeed {
-        if state.keeper.has_export() {
+        if state.keeper.holds.has_export() {
             self.log.room_need(state)
         } else {
             RoomNeed::None
@@ -608,18 +608,18 @@ impl Keeper {
         let until = self.frozen_at.unwrap_or(newest);
         // Closing does not wait for the replica.
         let reached = self.control.control.with_rewinds(until);
-        let for_replica = state.keeper.held_for_replica(reached);
+        let for_replica = state.keeper.holds.held_for_replica(reached);
         let for_replica = for_replica.filter(|_| !closing);
-        if let Some(lsn) = for_replica.or(state.keeper.held_here())
+        if let Some(lsn) = for_replica.or(state.keeper.holds.held_here())
             && lsn < reached
         {
-            let briefly = for_replica.is_some() || state.keeper.is_held_briefly();
+            let briefly = for_replica.is_some() || state.keeper.holds.end_soon();
             drop(state);
             if briefly && !hurry && !closing {
                 // What holds it asks for a checkpoint when it ends.
                 return Ok(true);
             }
-            return Err(self.pinned_error("the log can't be copied to the base images", lsn));
+            return Err(self.held_error("the log can't be copied to the base images", lsn));
         }
         let lsn = *self.frozen_at.get_or_insert_with(|| {
             for disk in &self.disks {
@@ -697,7 +697,7 @@ impl Keeper {
         drop_copied(self);
         let mut state = self.log.lock();
         state.pipeline.set_applied(lsn);
-        state.keeper.reached = reached;
+        state.keeper.holds.pass(reached);
         state.horizon = Commit {
             lsn: reached,
             ..horizon
@@ -750,7 +750,7 @@ impl Keeper {
                 let _ = members.send(self.control.members());
                 Ok(())
             }
-            KeeperTask::Look(disk, user, held) => self.hold(&disk, user).map(|looked| {
+            KeeperTask::Look(disk, owner, held) => self.hold(&disk, owner).map(|looked| {
                 // The caller may be gone.
                 let _ = held.send(looked);
             }),
@@ -811,20 +811,20 @@ impl Keeper {
         self.change_history(|control| point.add(control))
     }
 
-    /// Makes everything written so far durable, and pins what a look at the disk reads. The base
-    /// images do not change until the pin is dropped. A checkpoint that is due comes first, so that
+    /// Makes everything written so far durable, and holds what a look at the disk reads. The base
+    /// images do not change until the hold is dropped. A checkpoint that is due comes first, so that
     /// a series of looks can't keep it off for ever. If it fails, whatever it copied is still in
     /// the log, so a look at the remaining points sees the same.
-    pub(crate) fn hold(&mut self, disk: &DiskState, user: PinUser) -> Result<PinnedLog> {
+    pub(crate) fn hold(&mut self, disk: &DiskState, owner: HoldOwner) -> Result<HeldLog> {
         self.refuse_failed()?;
         let state = self.log.lock();
-        let due = state.keeper.checkpoint && state.keeper.pins.is_empty();
+        let due = state.keeper.checkpoint && !state.keeper.holds.freeze_images();
         drop(state);
         if due {
             // If this fails, the keeper retries and reports it.
             let _ = self.step(false);
         }
-        if let Some(lsn) = self.frozen_at.filter(|_| user == PinUser::Rewind) {
+        if let Some(lsn) = self.frozen_at.filter(|_| owner == HoldOwner::Rewind) {
             self.checkpoint_to(lsn, true)?;
         }
         let state = self.log.lock();
@@ -836,7 +836,7 @@ impl Keeper {
         }
         let newest = state.pipeline.appended();
         drop(state);
-        let pin = Pin::new(&self.log, user);
+        let hold = OpenHold::new(&self.log, owner);
         self.drain(newest)?;
         let control = self.control.control.clone();
         let applied = control.header.checkpoint_lsn.get();
@@ -849,11 +849,11 @@ impl Keeper {
             .position(|&(_, last_lsn)| last_lsn >= newest);
         segments.truncate(last.map_or(segments.len(), |last| last + 1));
         segments.retain(|&(_, last_lsn)| last_lsn > applied);
-        Ok(PinnedLog {
+        Ok(HeldLog {
             segments,
             newest: control.with_rewinds(newest),
             control,
-            pin,
+            hold,
         })
     }
 

@@ -32,8 +32,8 @@ use crate::index::allocation::{ExtentLookUp, disk_extents, push};
 use crate::index::{ExtentLimit, ExtentMap, Piece};
 use crate::log::commit::{Commit, PositionCache, SavedExtentsCache};
 use crate::log::disk_state::DiskState;
+use crate::log::holds::{HeldLog, OpenHold};
 use crate::log::image::Image;
-use crate::log::pin::{Pin, PinnedLog};
 use crate::log::reads::{InFlightReads, Origin, ReadPart, check_read};
 use crate::log::ring::LiveSegment;
 use crate::log::state::Log;
@@ -96,8 +96,8 @@ pub(crate) enum LogHold {
         limit: ExtentLimit,
         _log: Option<Box<ControlFile>>,
     },
-    /// The disk is in use: its log is pinned.
-    Live { log: Arc<Log>, _pin: Pin },
+    /// The disk is in use: its log is held.
+    Live { log: Arc<Log>, _hold: OpenHold },
 }
 
 impl LogHold {
@@ -225,7 +225,7 @@ pub(crate) fn sized(file: Option<File>, bytes: u64, path: &Path) -> crate::Resul
     scratch.map_err(|error| Error::io("size the scratch file for", path, error))
 }
 
-impl PinnedLog {
+impl HeldLog {
     /// Resolves a point of a disk to its LSN.
     ///
     /// # Errors
@@ -261,30 +261,30 @@ impl PinnedLog {
 }
 
 impl Look {
-    /// Opens a disk in use as it was at a point, on its pinned log.
-    pub(crate) fn pinned(
+    /// Opens a disk in use as it was at a point, on its held log.
+    pub(crate) fn in_use(
         log: &Arc<Log>,
         disk: &DiskState,
         at: Point,
-        held: PinnedLog,
+        held: HeldLog,
         scratch: Option<File>,
     ) -> crate::Result<Self> {
         let until = held.resolve(at, log, disk.id)?;
         Self::at(log, disk, until, held, scratch)
     }
 
-    /// As [`pinned`](Self::pinned), for a point that was resolved.
+    /// As [`in_use`](Self::in_use), for a point that was resolved.
     pub(crate) fn at(
         log: &Arc<Log>,
         disk: &DiskState,
         until: u64,
-        held: PinnedLog,
+        held: HeldLog,
         scratch: Option<File>,
     ) -> crate::Result<Self> {
-        let PinnedLog {
+        let HeldLog {
             segments,
             control,
-            pin,
+            hold,
             ..
         } = held;
         let threads = log.medium.threads();
@@ -318,7 +318,7 @@ impl Look {
             points: points(&control, disk.id, until),
             hold: LogHold::Live {
                 log: log.clone(),
-                _pin: pin,
+                _hold: hold,
             },
         };
         Ok(Look {

@@ -9,7 +9,7 @@
 //! The keeper decides how far the base images follow the newest record, and what has to be saved
 //! first. A look shows a disk as of any point that is left. All of it rests on four things that the
 //! layers below do: append a record, wait until it is durable, read at a place (`log/reads.rs`),
-//! and pin what must stay (`log/pin.rs`).
+//! and hold what must stay (`log/holds.rs`).
 
 pub(crate) mod changed;
 mod fold;

@@ -26,7 +26,7 @@ pub(crate) fn is_mark_of_rewind(text: &MarkText) -> bool {
 }
 
 impl Keeper {
-    /// Restores a disk in place; the caller has pinned the base images. Returns the LSN of the
+    /// Restores a disk in place; the caller holds the base images. Returns the LSN of the
     /// rewind. New records of the disk wait until it is done.
     ///
     /// # Errors

@@ -8,8 +8,8 @@ use crate::format::Control;
 use crate::history::point::Point;
 use crate::log::commit::Commit;
 use crate::log::disk_state::DiskState;
+use crate::log::holds::HeldLog;
 use crate::log::orders::RewindRequest;
-use crate::log::pin::PinnedLog;
 use crate::log::state::Log;
 use crate::recovery::live::read_live;
 use crate::recovery::replay::read_live_disk;
@@ -111,14 +111,14 @@ impl LogRecords {
 }
 
 impl RewindReport {
-    /// Plans a restore on a pinned log, with the request for the keeper; `None`: nothing would
-    /// change. `newest`: the disk's newest record before the log was pinned.
+    /// Plans a restore on a held log, with the request for the keeper; `None`: nothing would
+    /// change. `newest`: the disk's newest record before the log was held.
     pub(crate) fn plan(
         log: &Log,
         disk: &DiskState,
         at: Point,
         newest: u64,
-        held: &PinnedLog,
+        held: &HeldLog,
     ) -> Result<(Self, Option<RewindRequest>)> {
         let control = &held.control;
         let threads = log.medium.threads();

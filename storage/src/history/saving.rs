@@ -161,7 +161,7 @@ impl Keeper {
         let (snapshots, bytes) = saved::snapshots(&*files, dir, &self.control.control);
         let mut state = self.log.lock();
         state.keeper.saved = self.control.control.saved_files();
-        state.keeper.inside_rewinds = Snapshot::inside_rewinds(&self.control.control);
+        state.keeper.holds.set_snapshots(&self.control.control);
         (state.keeper.snapshots, state.keeper.saved_bytes) = (snapshots, bytes);
     }
 

@@ -22,7 +22,7 @@ use crate::catalog::snapshot::{SavedFiles, Snapshot, SnapshotName};
 use crate::error::{Error, Result};
 use crate::index::ExtentMap;
 use crate::log::disk_state::DiskState;
-use crate::log::pin::{ExportLook, PinUser, PinnedBase, PinnedLog};
+use crate::log::holds::{ExportLook, HeldLog, HoldOwner, Holds};
 use crate::sync::{self, Arc, Weak, mpsc};
 use crate::{Condition, Trouble};
 
@@ -60,7 +60,7 @@ pub(crate) enum KeeperTask {
     Remove(Arc<DiskState>, bool),
     /// Name the present state of the log's disks.
     Snapshot(SnapshotName, Option<u32>),
-    /// Keep a point while it is exported. The caller has pinned it.
+    /// Keep a point while it is exported. The caller holds it.
     KeepPoint(Snapshot),
     /// Delete the snapshot of this name.
     DeleteSnapshot(SnapshotName),
@@ -68,8 +68,8 @@ pub(crate) enum KeeperTask {
     SetRetention(Retention),
     /// Send the ids of the log's disks, open or not, and the paths of their images.
     Members(mpsc::Sender<Vec<(u32, PathBuf)>>),
-    /// Pin what a look at a disk reads.
-    Look(Arc<DiskState>, PinUser, mpsc::Sender<PinnedLog>),
+    /// Hold what a look at a disk reads.
+    Look(Arc<DiskState>, HoldOwner, mpsc::Sender<HeldLog>),
     /// Restore a disk in place, and send the LSN of the rewind.
     Rewind(Arc<DiskState>, RewindRequest, mpsc::Sender<u64>),
 }
@@ -109,19 +109,12 @@ pub(crate) struct KeeperState {
     pub retain: Retention,
     /// The log's snapshots, oldest first, with those that keep points for exports.
     pub snapshots: Vec<Snapshot>,
-    /// Those of them that need the log for as long as they exist, because the base images can't
-    /// stop at their LSN.
-    pub inside_rewinds: Vec<Snapshot>,
     /// The saved files of snapshots that the base images have moved past.
     pub saved: SavedFiles,
     /// Bytes of all saved files.
     pub saved_bytes: u64,
-    /// The LSN of the base images' state.
-    pub reached: u64,
-    /// Who has pinned the base images.
-    pub pins: Vec<PinnedBase>,
-    /// Everything after this LSN stays in the log for its replica.
-    pub replica_needs: Option<u64>,
+    /// Who needs records to stay in the log.
+    pub holds: Holds,
     /// The looks of exports, some of which have ended.
     pub export_looks: Vec<Weak<dyn ExportLook>>,
     /// A checkpoint is waiting for the pending records up to this LSN, which may use the ring's
@@ -147,60 +140,9 @@ impl KeeperState {
         self.snapshots.iter().filter(made).copied().collect()
     }
 
-    /// A snapshot or look needs everything after this LSN, which stays in the log while there is
-    /// room. `None`: no such snapshot or look. (Snapshots that the base images have moved past have
-    /// saved files instead.)
-    pub(crate) fn pinned(&self) -> Option<u64> {
-        let snapshots = self.snapshots.iter().map(|snapshot| snapshot.lsn);
-        let ahead = snapshots.filter(|lsn| *lsn >= self.reached);
-        ahead.chain(self.pins.iter().map(|pin| pin.lsn)).min()
-    }
-
-    /// Everything after this LSN must stay in the log: a look needs it, a snapshot at which the
-    /// base images can't stop, or the log's replica. `None`: nobody does.
-    pub(crate) fn held(&self) -> Option<u64> {
-        self.held_here().into_iter().chain(self.replica_needs).min()
-    }
-
-    /// As [`held`](Self::held), without the replica.
-    pub(crate) fn held_here(&self) -> Option<u64> {
-        let inside_rewinds = self.inside_rewinds.iter().map(|snapshot| snapshot.lsn);
-        inside_rewinds
-            .chain(self.pins.iter().map(|pin| pin.lsn))
-            .min()
-    }
-
-    /// Everything after this LSN stays for the replica, which lacks some of it, and nobody here
-    /// needs more. `newest`: the log's newest record.
-    pub(crate) fn held_for_replica(&self, newest: u64) -> Option<u64> {
-        let here = self.held_here();
-        let first = |lsn: &u64| *lsn < newest && here.is_none_or(|here| *lsn < here);
-        self.replica_needs.filter(first)
-    }
-
-    /// As [`held_here`](Self::held_here), without exports, which give way when the log needs room,
-    /// and restores in place, which end soon.
-    pub(crate) fn held_firmly(&self) -> Option<u64> {
-        let snapshots = self.inside_rewinds.iter();
-        let snapshots = snapshots.filter(|snapshot| !snapshot.name.is_of_export());
-        let pins = self.pins.iter().filter(|pin| pin.user == PinUser::Look);
-        let lsns = snapshots.map(|snapshot| snapshot.lsn);
-        lsns.chain(pins.map(|pin| pin.lsn)).min()
-    }
-
-    /// Whether only exports and restores in place keep the log from making room, the replica aside.
-    pub(crate) fn is_held_briefly(&self) -> bool {
-        self.held_here().is_some() && self.held_firmly().is_none()
-    }
-
-    /// Whether an export keeps the log from making room.
-    pub(crate) fn has_export(&self) -> bool {
-        self.pins.iter().any(|pin| pin.user == PinUser::Export)
-    }
-
     /// Whether requests that need room fail after this attempt to make some.
     pub(crate) fn refuses_after(&self, done: &Result<()>) -> bool {
-        let waits = |error: &Error| self.pauses && error.is_no_space() || self.is_held_briefly();
+        let waits = |error: &Error| self.pauses && error.is_no_space() || self.holds.end_soon();
         done.as_ref().is_err_and(|error| !waits(error))
     }
 

@@ -185,7 +185,8 @@ impl ReplicaOptions {
 impl LogState {
     /// The log keeps what its replica needs.
     fn keep_for_replica(&mut self) {
-        self.keeper.replica_needs = self.replica.as_ref().and_then(ReplicaState::needs);
+        let needs = self.replica.as_ref().and_then(ReplicaState::needs);
+        self.keeper.holds.set_replica(needs);
     }
 }
 
@@ -359,7 +360,7 @@ impl LogReplica {
         };
         let state = log.lock();
         let newest = state.pipeline.appended();
-        let holds = state.keeper.held_for_replica(newest).is_some();
+        let holds = state.keeper.holds.held_for_replica(newest).is_some();
         state.is_backlogged() || holds && (log.index_is_full() || state.ring.is_starved())
     }
 

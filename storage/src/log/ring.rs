@@ -556,13 +556,13 @@ impl SegmentRing {
 
     /// How many of the oldest segments to free now under this retention, and how many of those have
     /// not expired yet. `now`: see [`Timestamp::passed`]. `pressed`: room is needed, whatever the
-    /// retention. `pinned`: everything after this LSN stays.
+    /// retention. `held`: everything after this LSN stays.
     pub(crate) fn expired(
         &self,
         retain: Retention,
         now: u64,
         pressed: bool,
-        pinned: u64,
+        held: u64,
     ) -> (usize, usize) {
         let sealed = self.live.len() - usize::from(self.tail.is_some());
         let expired = self.beyond(retain, now);
@@ -574,7 +574,7 @@ impl SegmentRing {
         } else {
             0
         };
-        let free = self.live.iter().take_while(|live| live.last.lsn <= pinned);
+        let free = self.live.iter().take_while(|live| live.last.lsn <= held);
         let count = wanted.min(sealed).min(free.count());
         (count, count.saturating_sub(expired))
     }

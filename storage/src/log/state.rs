@@ -125,7 +125,7 @@ impl LogState {
 
     /// Whether the log keeps records that a checkpoint could copy to the base images.
     pub(crate) fn keeps_history(&self) -> bool {
-        self.keeper.retain != Retention::Nothing || self.keeper.pinned().is_some()
+        self.keeper.retain != Retention::Nothing || self.keeper.holds.kept().is_some()
     }
 
     /// Whether FLUSHes wait for a replica.
@@ -159,7 +159,10 @@ impl LogState {
 
     /// How many segments must stay for a snapshot, a look or the replica.
     pub(crate) fn held_segments(&self) -> usize {
-        self.keeper.held().map_or(0, |lsn| self.ring.newer(lsn))
+        self.keeper
+            .holds
+            .held()
+            .map_or(0, |lsn| self.ring.newer(lsn))
     }
 
     /// Whether the keeper should free segments, now that another one is in use.
@@ -171,7 +174,8 @@ impl LogState {
     /// may wait for that now. Until that changes, requests that need room fail.
     pub(crate) fn is_stuck(&self) -> bool {
         let newest = self.pipeline.appended();
-        let refuses = || self.refuses_backlog() && self.keeper.held_for_replica(newest).is_some();
+        let refuses =
+            || self.refuses_backlog() && self.keeper.holds.held_for_replica(newest).is_some();
         self.ring.is_starved() && (self.keeper.failed || refuses())
     }
 

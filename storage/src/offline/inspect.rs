@@ -14,6 +14,7 @@ use crate::error::{Error, Result};
 use crate::history::horizon::LogHistory;
 use crate::history::saved::{self, snapshots};
 use crate::index::IndexMemory;
+use crate::log::holds::Holds;
 use crate::log::spill::Spill;
 use crate::medium::directory::directory_to_read;
 use crate::medium::file::Segment;
@@ -217,8 +218,7 @@ pub fn inspect_with_progress(
         records.extents.count_in(&index);
     }
     let newer = |lsn| scan.live.iter().filter(move |live| live.last.lsn > lsn);
-    let inside_rewinds = Snapshot::inside_rewinds(&control.control);
-    let held = inside_rewinds.first().map(|snapshot| snapshot.lsn);
+    let held = Holds::of(&control.control).held();
     let bytes = |segments: usize| segments as u64 * header.segment_size.get();
     let (snapshots, saved_bytes) = snapshots(&*files(), log_dir, &control.control);
     let history = LogHistory {

@@ -22,8 +22,8 @@ use crate::error::{Error, ErrorKind, Result, invalid};
 use crate::history::look::Look;
 use crate::history::point::Point;
 use crate::log::file_thread::FileThread;
+use crate::log::holds::{HeldLog, HoldOwner};
 use crate::log::orders::KeeperTask;
-use crate::log::pin::{PinUser, PinnedLog};
 use crate::log::state::{Log, RoomNeed};
 use crate::medium::copying::{NamedFile, NamedSource, copy};
 use crate::medium::file::size_error;
@@ -54,7 +54,7 @@ impl<'a> KeptPoint<'a> {
     /// Keeps a point, and opens a look there. Also returns the bytes of the disk.
     fn new(disk: &'a Disk, at: Point) -> Result<(Self, YieldingLook, u64)> {
         let (log, opening) = (&disk.log, sync::now());
-        let held = disk.hold(PinUser::Export)?;
+        let held = disk.hold(HoldOwner::Export)?;
         let point = point_to_keep(disk, at, &held)?;
         log.order(KeeperTask::KeepPoint(point))?;
         let name = point.name;
@@ -77,7 +77,7 @@ impl<'a> KeptPoint<'a> {
 
     /// Opens another look at the point.
     fn look(&self) -> Result<Look> {
-        let held = self.disk.hold(PinUser::Export)?;
+        let held = self.disk.hold(HoldOwner::Export)?;
         let (log, state) = (&self.disk.log, &self.disk.state);
         if Snapshot::find(self.name, &held.control).is_err() {
             return Err(ended_early(
@@ -85,7 +85,7 @@ impl<'a> KeptPoint<'a> {
                  again",
             ));
         }
-        Look::pinned(log, state, Point::Snapshot(self.name), held, None)
+        Look::in_use(log, state, Point::Snapshot(self.name), held, None)
     }
 
     /// Gives the log time to make room. `go_on` fails if the export should end.
@@ -110,7 +110,7 @@ impl Drop for KeptPoint<'_> {
 }
 
 /// The snapshot that keeps a point of a disk for an export.
-pub(crate) fn point_to_keep(disk: &Disk, at: Point, held: &PinnedLog) -> Result<Snapshot> {
+pub(crate) fn point_to_keep(disk: &Disk, at: Point, held: &HeldLog) -> Result<Snapshot> {
     static EXPORTS: AtomicU64 = AtomicU64::new(0);
     let (log, disk_id) = (&disk.log, disk.state.id);
     let until = held.resolve(at, log, disk_id)?;
@@ -132,9 +132,8 @@ pub(crate) fn refuse_obstruction(log: &Log, point: SnapshotName) -> Result<()> {
     if state.keeper.stop {
         return Err(ended_early("the log is being closed"));
     }
-    let mut inside_rewinds = state.keeper.inside_rewinds.iter();
-    let held = inside_rewinds.any(|snapshot| snapshot.name == point);
-    if held && (state.ring.is_full() || log.index_is_full()) {
+    let stuck = state.keeper.holds.has_stuck_point(point);
+    if stuck && (state.ring.is_full() || log.index_is_full()) {
         return Err(ended_early(
             "a disk of the log was restored in place meanwhile, and the log is full; export it \
              again",

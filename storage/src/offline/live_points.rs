@@ -6,7 +6,7 @@ use crate::catalog::snapshot::Snapshot;
 use crate::disk::handle::Disk;
 use crate::error::Result;
 use crate::log::commit::Commit;
-use crate::log::pin::PinUser;
+use crate::log::holds::HoldOwner;
 use crate::offline::dump::{Groups, LogGroup, LogRecord, text_of};
 use crate::recovery::live::read_live;
 use crate::recovery::scan::FoundRecord;
@@ -52,7 +52,7 @@ impl Disk {
     pub fn points(&self, most: usize) -> Result<DiskPoints> {
         let (log, disk_id) = (&self.log, self.state.id);
         // Not as for a look: a log that is full meanwhile makes writes wait, and fails none.
-        let held = self.hold(PinUser::Export)?;
+        let held = self.hold(HoldOwner::Export)?;
         let control = &held.control;
         let first = control.horizon_of(disk_id).max(control.since(disk_id));
         let mut oldest = Commit {

@@ -19,6 +19,7 @@ use crate::log::commit_delay::CommitDelay;
 use crate::log::committer::Writer;
 use crate::log::counters::Counters;
 use crate::log::disk_state::DiskState;
+use crate::log::holds::Holds;
 use crate::log::image::Image;
 use crate::log::pipeline::Pipeline;
 use crate::log::ring::SegmentRing;
@@ -368,8 +369,8 @@ fn assemble(
     let history = &mut control.control.history;
     let retain = options.retain.unwrap_or(Retention::of(history));
     retain.set(&mut control.control)?;
-    let pinned = control.control.pinned();
-    let keeps_history = retain != Retention::Nothing || pinned.is_some();
+    let kept = Holds::of(&control.control).kept();
+    let keeps_history = retain != Retention::Nothing || kept.is_some();
     let (scan, free) = recover(&mut control, states, read, keeps_history)?;
     let location = LogLocation::of(&control);
     for state in states {
@@ -448,9 +449,9 @@ fn new_log(
     state.horizon = scan.horizon;
     state.keeper.retain = Retention::of(&control.control.history);
     state.keeper.snapshots = Snapshot::all(&control.control);
-    state.keeper.inside_rewinds = Snapshot::inside_rewinds(&control.control);
-    state.keeper.reached = checkpoint_lsn;
-    state.keeper.replica_needs = options.await_replica.then_some(0);
+    state.keeper.holds = Holds::of(&control.control);
+    let awaited = options.await_replica.then_some(0);
+    state.keeper.holds.set_replica(awaited);
     state.keeper.pauses = options.on_full == FullLogPolicy::Pause;
     Log {
         dir: log_dir.to_path_buf(),

@@ -9,8 +9,8 @@ use super::medium::{LOG, World};
 use crate::error::ErrorKind;
 use crate::format::Control;
 use crate::history::look::Look;
+use crate::log::holds::HoldOwner;
 use crate::log::orders::KeeperTask;
-use crate::log::pin::PinUser;
 use crate::offline::live_export::point_to_keep;
 use crate::offline::view::View;
 use crate::recovery::contents::VerifyScope;
@@ -159,14 +159,17 @@ fn a_point_is_kept_beside_the_saved_snapshot_of_another_disk() {
         }
         saved += u32::from(control.saved(lsn) > 0);
         let other = running.disks[1].clone();
-        let held = running.keeper.hold(&other.state, PinUser::Export).unwrap();
+        let held = running
+            .keeper
+            .hold(&other.state, HoldOwner::Export)
+            .unwrap();
         let point = point_to_keep(&other, Point::Lsn(lsn), &held).unwrap();
         drop(held);
         History::order(&mut running, KeeperTask::KeepPoint(point)).unwrap();
         for value in [4, 5] {
-            let held = running.keeper.hold(&other.state, PinUser::Look).unwrap();
+            let held = running.keeper.hold(&other.state, HoldOwner::Look).unwrap();
             let at = Point::Snapshot(point.name);
-            let look = Look::pinned(&other.log, &other.state, at, held, None);
+            let look = Look::in_use(&other.log, &other.state, at, held, None);
             let shown = look.and_then(|look| values(look.layers()));
             let shown = shown.unwrap_or_else(|error| panic!("after {ticks} operations: {error}"));
             assert_eq!(shown[8], 2, "after {ticks} operations");
@@ -196,7 +199,7 @@ fn an_export_does_not_begin_inside_a_copy_that_failed() {
         }
         // Not at once.
         disk.log.lock().keeper.checkpoint = false;
-        let held = running.keeper.hold(&disk.state, PinUser::Export).unwrap();
+        let held = running.keeper.hold(&disk.state, HoldOwner::Export).unwrap();
         let mut keep = |at| {
             let point = point_to_keep(&disk, at, &held).unwrap();
             History::order(&mut running, KeeperTask::KeepPoint(point))

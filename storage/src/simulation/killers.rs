@@ -53,7 +53,7 @@ pub(super) const HISTORIES: Killers = Killers {
         (Mutant::SummaryTrustedStale, &[35, 146, 218]),
         (Mutant::SummaryStopsEarly, &[5, 15, 29]),
         (Mutant::PointReadsNewer, &[1, 2, 3]),
-        (Mutant::FoldPassesPin, &[1, 5, 7]),
+        (Mutant::FoldPassesHold, &[1, 5, 7]),
         (Mutant::SnapshotUnsaved, &[1, 5, 8]),
         (Mutant::SavedAgain, &[1, 35, 46]),
         (Mutant::SavedUnsynced, &[1, 5, 9]),
@@ -78,7 +78,7 @@ pub(super) const HISTORIES: Killers = Killers {
         (Mutant::CutTakenForWhole, &[17, 29, 122]),
         (Mutant::CutMarkedClosed, &[7, 11, 12]),
         (Mutant::CutUndrained, &[7, 8, 14]),
-        (Mutant::LookUnpinned, &[7, 8, 28]),
+        (Mutant::LookUnheld, &[7, 8, 28]),
         (Mutant::ExportUnsaved, &[1753, 2186, 2806]),
         (Mutant::DiscardKeepsRecord, &[13, 50, 62]),
         (Mutant::ShrinkDropsLive, &[7092, 7428, 8596]),
@@ -177,8 +177,8 @@ pub(super) const INTERLEAVED_LOOKS: Killers = Killers {
     seeds: 1..2000,
     wanted: 3,
     rows: &[
-        (Mutant::LookUnpinned, &[1, 6, 7]),
-        (Mutant::FoldPassesPin, &[1, 6, 7]),
+        (Mutant::LookUnheld, &[1, 6, 7]),
+        (Mutant::FoldPassesHold, &[1, 6, 7]),
         (Mutant::PointReadsNewer, &[1, 2, 3]),
     ],
 };

@@ -29,9 +29,9 @@ use crate::history::rewind_plan::RewindReport;
 use crate::log::clock::{CLOCKS, ClockReading};
 use crate::log::commit::Commit;
 use crate::log::disk_state::DiskState;
+use crate::log::holds::{HeldLog, HoldOwner};
 use crate::log::orders::RewindRequest;
 use crate::log::orders::{KeeperOrder, KeeperTask};
-use crate::log::pin::{PinUser, PinnedLog};
 use crate::offline::members::add_task;
 use crate::offline::view::{DataPlace, Layers};
 use crate::recovery::live::read_live;
@@ -119,7 +119,7 @@ impl ExpiryState {
         let copying = running.disks.iter().any(copying);
         let state = log.lock();
         let pressed = state.is_pressed() || log.index_is_heavy();
-        let held = state.keeper.held().is_some() || state.ring.waits_for_readers();
+        let held = state.keeper.holds.held().is_some() || state.ring.waits_for_readers();
         let rewound = !running.keeper.control.control.rewinds.is_empty();
         Self {
             retain: state.keeper.retain,
@@ -164,7 +164,7 @@ struct PlannedRestore {
     then: Vec<u32>,
     rewinding: RewindRequest,
     /// It pins the base images.
-    _held: PinnedLog,
+    _held: HeldLog,
 }
 
 /// Whether a log may refuse a disk at the LSN of a point: the base image has moved past it, and no
@@ -409,7 +409,7 @@ impl History {
         let Some((lsn, then)) = self.some_point(running) else {
             return Ok(());
         };
-        let held = match running.keeper.hold(&live.state, PinUser::Look) {
+        let held = match running.keeper.hold(&live.state, HoldOwner::Look) {
             Ok(held) => held,
             Err(error) => return self.excuse(running, "a look", &error),
         };
@@ -430,7 +430,7 @@ impl History {
             },
             _ => (Point::Lsn(lsn), lsn, then),
         };
-        match Look::pinned(&live.log, &live.state, point, held, None) {
+        match Look::in_use(&live.log, &live.state, point, held, None) {
             Ok(look) => {
                 self.totals.live_looks += 1;
                 self.totals.looks_at_times += u64::from(matches!(point, Point::Time(_)));
@@ -464,7 +464,7 @@ impl History {
 
     /// The time of one of a disk's records in the log, and the last point up to that time. `None`:
     /// the log has no record.
-    fn time_of(&mut self, live: &Disk, held: &PinnedLog) -> Result<Option<(u64, u64)>> {
+    fn time_of(&mut self, live: &Disk, held: &HeldLog) -> Result<Option<(u64, u64)>> {
         let (mut commits, control): (Vec<Commit>, _) = (Vec::new(), &held.control);
         let visit = &mut |found: FoundRecord<'_>| commits.push(found.commit());
         read_live(&held.segments, held.newest, control, 1, visit)?;
@@ -533,7 +533,7 @@ impl History {
             return Ok(());
         };
         let newest = live.state.last_lsn.load(Ordering::Acquire);
-        let held = match running.keeper.hold(&live.state, PinUser::Rewind) {
+        let held = match running.keeper.hold(&live.state, HoldOwner::Rewind) {
             Ok(held) => held,
             Err(error) => return self.excuse(running, "planning a restore in place", &error),
         };

@@ -5,8 +5,8 @@ use super::bench::{Bench, SECTORS};
 use super::oracle::value_of;
 use crate::catalog::snapshot::Snapshot;
 use crate::history::look::Look;
+use crate::log::holds::HoldOwner;
 use crate::log::orders::{KeeperOrder, KeeperTask};
-use crate::log::pin::PinUser;
 use crate::offline::view::DataPlace;
 use crate::sync::atomic::Ordering;
 use crate::sync::mpsc;
@@ -67,14 +67,14 @@ fn values_at(bench: &mut Bench, name: SnapshotName) -> Vec<u32> {
     let held = bench
         .running
         .keeper
-        .hold(&disk.state, PinUser::Look)
+        .hold(&disk.state, HoldOwner::Look)
         .unwrap();
     let at = Point::Snapshot(name);
-    let look = Look::pinned(&disk.log, &disk.state, at, held, None).unwrap();
+    let look = Look::in_use(&disk.log, &disk.state, at, held, None).unwrap();
     let shown = values(&look);
     drop(look);
-    let pins = &disk.log.lock().keeper.pins;
-    assert!(pins.is_empty(), "a look that has ended pins nothing");
+    let freeze = disk.log.lock().keeper.holds.freeze_images();
+    assert!(!freeze, "a look that has ended holds nothing");
     shown
 }
 

@@ -21,6 +21,7 @@ use crate::catalog::snapshot::Snapshot;
 use crate::error::{Error, ErrorKind, Result};
 use crate::format::Control;
 use crate::history::point::Point;
+use crate::log::holds::Holds;
 use crate::medium::directory::directory;
 use crate::medium::engine::EngineKind;
 use crate::medium::lock::Access;
@@ -493,7 +494,7 @@ impl History {
             keeper.close().map(drop)
         };
         // A snapshot inside a restore in place needs the log.
-        let held = !Snapshot::inside_rewinds(&control).is_empty();
+        let held = Holds::of(&control).held().is_some();
         self.run_command(kept, "copying everything", run, |_| held)
             .map(drop)
     }

@@ -19,8 +19,8 @@ use crate::error::{Error, ErrorKind};
 use crate::format::Control;
 use crate::history::look::Look;
 use crate::history::point::Point;
+use crate::log::holds::HoldOwner;
 use crate::log::orders::KeeperTask;
-use crate::log::pin::PinUser;
 use crate::log::state::{Log, RoomNeed};
 use crate::offline::live_export::{TargetWork, point_to_keep, refuse_obstruction};
 use crate::offline::yielding_look::YieldingLook;
@@ -90,7 +90,7 @@ impl History {
         let Some((lsn, then)) = point else {
             return Ok(());
         };
-        let held = match running.keeper.hold(&live.state, PinUser::Export) {
+        let held = match running.keeper.hold(&live.state, HoldOwner::Export) {
             Ok(held) => held,
             Err(error) => return self.excuse(running, "an export", &error),
         };
@@ -253,9 +253,9 @@ impl History {
         if export.look.is_open() || waits && self.acts.one_in(2) {
             return Ok(());
         }
-        let held = running.keeper.hold(&live.state, PinUser::Export);
+        let held = running.keeper.hold(&live.state, HoldOwner::Export);
         let at = Point::Snapshot(name);
-        let look = held.and_then(|held| Look::pinned(&live.log, &live.state, at, held, None));
+        let look = held.and_then(|held| Look::in_use(&live.log, &live.state, at, held, None));
         self.totals.looked_again += u64::from(look.is_ok());
         self.go_on_at(running, look)
     }

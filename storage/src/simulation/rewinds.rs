@@ -7,7 +7,7 @@ use super::medium::World;
 use super::oracle::DiskContents;
 use crate::history::look::Look;
 use crate::history::rewind_plan::RewindReport;
-use crate::log::pin::PinUser;
+use crate::log::holds::HoldOwner;
 use crate::sync::atomic::Ordering;
 use crate::{BackendQueue, CommitWait, Operation, Point, Retention};
 
@@ -51,7 +51,7 @@ fn rewind(
 ) -> Option<(Option<u64>, DiskContents)> {
     let live = running.disks[disk].clone();
     let newest = live.state.last_lsn.load(Ordering::Relaxed);
-    let held = running.keeper.hold(&live.state, PinUser::Rewind).unwrap();
+    let held = running.keeper.hold(&live.state, HoldOwner::Rewind).unwrap();
     let (_, rewinding) =
         match RewindReport::plan(&live.log, &live.state, Point::Lsn(*to), newest, &held) {
             Ok(plan) => plan,
@@ -124,8 +124,8 @@ fn a_restore_in_use_is_there_or_not_wherever_power_is_lost() {
         // Everything still in the log can be restored.
         for (lsn, contents) in &states {
             let live = running.disks[0].clone();
-            let held = running.keeper.hold(&live.state, PinUser::Rewind).unwrap();
-            if let Ok(look) = Look::pinned(&live.log, &live.state, Point::Lsn(*lsn), held, None) {
+            let held = running.keeper.hold(&live.state, HoldOwner::Rewind).unwrap();
+            if let Ok(look) = Look::in_use(&live.log, &live.state, Point::Lsn(*lsn), held, None) {
                 let shown = super::looks::values_of(&look, SHAPE.sectors);
                 assert_eq!(shown, contents[0], "seed {seed}, as of LSN {lsn}");
             }

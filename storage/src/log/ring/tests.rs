@@ -90,7 +90,7 @@ fn a_batch_waits_until_the_log_may_grow() {
 }
 
 /// A log that keeps history frees its oldest segments in steps: those that it need not keep, or if
-/// it runs out of room as many as make a step. Nothing after a pin is freed.
+/// it runs out of room as many as make a step. Nothing that is held is freed.
 #[test]
 fn the_oldest_segments_expire() {
     let most = 12;
@@ -109,7 +109,7 @@ fn the_oldest_segments_expire() {
     }
     let kept = |segments: u64| Retention::Bytes(segments * SIZE);
     let time = |us: u64| Retention::Time(std::time::Duration::from_micros(us));
-    let expired = |retain, pressed, pinned| ring.expired(retain, 11_000, pressed, pinned);
+    let expired = |retain, pressed, held| ring.expired(retain, 11_000, pressed, held);
     let all = u64::MAX;
     // A step is half of the room beside what is kept: 5 segments, and 6 if no bytes are counted.
     assert_eq!(expired(kept(2), false, all), (8, 0));
@@ -125,8 +125,8 @@ fn the_oldest_segments_expire() {
     assert_eq!(expired(kept(20), true, all), (1, 1));
     // The tail stays.
     assert_eq!(expired(kept(0), false, all), (9, 0));
-    for (pinned, count) in [(0, 0), (1, 1), (4, 4), (9, 9), (10, 9)] {
-        assert_eq!(expired(kept(0), true, pinned).0, count);
+    for (held, count) in [(0, 0), (1, 1), (4, 4), (9, 9), (10, 9)] {
+        assert_eq!(expired(kept(0), true, held).0, count);
     }
     assert!(ring.is_running_out(Retention::All) && !ring.is_running_out(kept(9)));
 }
