@@ -220,8 +220,14 @@ pub(crate) fn points(control: &Control, disk_id: u32, last_lsn: u64) -> Vec<Past
 }
 
 /// A scratch area in the file, if there is one, for a disk of `bytes` bytes.
-pub(crate) fn sized(file: Option<File>, bytes: u64, path: &Path) -> crate::Result<Option<Scratch>> {
-    let scratch = file.map(|file| Scratch::new(file, bytes)).transpose();
+pub(crate) fn sized(
+    file: Option<File>,
+    bytes: u64,
+    path: &Path,
+    limit: &ExtentLimit,
+) -> crate::Result<Option<Scratch>> {
+    let scratch = file.map(|file| Scratch::new(file, bytes, limit.clone()));
+    let scratch = scratch.transpose();
     scratch.map_err(|error| Error::io("size the scratch file for", path, error))
 }
 
@@ -302,7 +308,7 @@ impl Look {
             }
         };
         let past = PastDisk {
-            scratch: sized(scratch, bytes, &disk.path)?,
+            scratch: sized(scratch, bytes, &disk.path, &log.beside_limit())?,
             path: disk.path.clone(),
             sectors: bytes / SECTOR_SIZE,
             base: disk.base.clone(),
@@ -494,7 +500,8 @@ impl LookQueue {
     fn zero(&mut self, sector: u64, sectors: u32) -> Result<RequestOutcome, Failure> {
         let scratch = self.past.scratch.as_ref().ok_or(Failure::ReadOnly)?;
         check_range(sector, u64::from(sectors), self.past.sectors)?;
-        scratch.zero(sector..sector + u64::from(sectors));
+        let zeroed = scratch.zero(sector..sector + u64::from(sectors));
+        zeroed.map_err(|error| write_failed(&self.past.path, &error))?;
         Ok(Some(None))
     }
 

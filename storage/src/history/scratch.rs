@@ -3,7 +3,6 @@
 //! The disk's bytes have the same offsets in the file. The file is sparse, so it takes only the
 //! space of what was written.
 
-use std::collections::BTreeMap;
 use std::fs::{File, OpenOptions};
 use std::io;
 use std::ops::Range;
@@ -15,6 +14,7 @@ use rustix::io::Errno;
 
 use crate::SECTOR_SIZE;
 use crate::error::{Error, Result};
+use crate::index::{ExtentLimit, SectorMap};
 use crate::medium::file::DataFile;
 use crate::medium::host;
 use crate::sync::{Arc, Mutex, MutexGuard};
@@ -52,16 +52,21 @@ fn create_unnamed_file(directory: &Path) -> io::Result<File> {
 /// What was written to a look, shared by its queues.
 pub(crate) struct Scratch {
     file: Arc<File>,
-    written: Mutex<ScratchMap>,
+    written: Mutex<SectorMap<ScratchContent>>,
+    /// What the map may take with others.
+    limit: ExtentLimit,
 }
 
 impl Scratch {
     /// Takes an empty file for a disk of `bytes` bytes.
-    pub(crate) fn new(file: File, bytes: u64) -> io::Result<Self> {
+    pub(crate) fn new(file: File, bytes: u64, limit: ExtentLimit) -> io::Result<Self> {
         file.set_len(bytes)?;
+        let mut written = SectorMap::default();
+        written.count_in(&limit.memory);
         Ok(Self {
             file: Arc::new(file),
-            written: Mutex::default(),
+            written: Mutex::new(written),
+            limit,
         })
     }
 
@@ -69,15 +74,22 @@ impl Scratch {
         self.file.clone()
     }
 
-    pub(crate) fn layer(&self) -> MutexGuard<'_, ScratchMap> {
+    pub(crate) fn layer(&self) -> MutexGuard<'_, SectorMap<ScratchContent>> {
         self.written.lock().expect("scratch lock")
     }
 
     /// Reserves space for a write, so that it can't fail half-way for lack of it.
+    ///
+    /// # Errors
+    /// If there is none, in the file system or for the map.
     pub(crate) fn reserve(&self, sectors: &Range<u64>) -> io::Result<()> {
-        if self.layer().has_all(sectors.clone()) {
+        if self
+            .layer()
+            .has_all(sectors.clone(), ScratchContent::Written)
+        {
             return Ok(());
         }
+        self.refuse_full()?;
         let (offset, len) = (sectors.start * SECTOR_SIZE, sectors.end - sectors.start);
         let len = len * SECTOR_SIZE;
         match rustix::fs::fallocate(&*self.file, FallocateFlags::empty(), offset, len) {
@@ -86,13 +98,31 @@ impl Scratch {
         }
     }
 
+    /// Refuses to let the map grow beyond its memory.
+    fn refuse_full(&self) -> io::Result<()> {
+        if self.limit.has_room_for_sectors() {
+            return Ok(());
+        }
+        Err(io::Error::other(format!(
+            "looks have been written to in so many places that the map of these takes half of the \
+             {} bytes that index-memory allows; end looks, or open the disk with a larger \
+             index-memory",
+            self.limit.most
+        )))
+    }
+
     /// Makes sectors read as zeroes.
-    pub(crate) fn zero(&self, sectors: Range<u64>) {
+    ///
+    /// # Errors
+    /// If the map has no room.
+    pub(crate) fn zero(&self, sectors: Range<u64>) -> io::Result<()> {
+        self.refuse_full()?;
         self.layer().set(sectors.clone(), ScratchContent::Zero);
         // Free the space, best effort; these bytes are never read again.
         let (offset, len) = (sectors.start * SECTOR_SIZE, sectors.end - sectors.start);
         let mode = FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE;
         let _ = rustix::fs::fallocate(&*self.file, mode, offset, len * SECTOR_SIZE);
+        Ok(())
     }
 }
 
@@ -104,76 +134,10 @@ pub(crate) enum ScratchContent {
     Zero,
 }
 
-/// The sectors that were written, or zeroed, in ranges that do not overlap.
-#[derive(Debug, Default)]
-pub(crate) struct ScratchMap {
-    /// By first sector: the end, and the content.
-    ranges: BTreeMap<u64, (u64, ScratchContent)>,
-}
-
-impl ScratchMap {
-    /// Sets the content of a non-empty range.
-    pub(crate) fn set(&mut self, sectors: Range<u64>, content: ScratchContent) {
-        let Range { mut start, mut end } = sectors;
-        // Join touching ranges of the same content; cut others to what lies outside.
-        let touching = self.ranges.range(..=end).rev();
-        let touching = touching.take_while(|(_, (old_end, _))| *old_end >= start);
-        let touching: Vec<_> = touching.map(|(&first, &old)| (first, old)).collect();
-        for (old_start, (old_end, old)) in touching {
-            self.ranges.remove(&old_start);
-            if old == content {
-                (start, end) = (start.min(old_start), end.max(old_end));
-                continue;
-            }
-            if old_start < start {
-                self.ranges.insert(old_start, (start, old));
-            }
-            if old_end > end {
-                self.ranges.insert(end, (old_end, old));
-            }
-        }
-        self.ranges.insert(start, (end, content));
-    }
-
-    /// Calls `each` with the pieces of the range, in order, gaps included.
-    pub(crate) fn visit(
-        &self,
-        sectors: Range<u64>,
-        each: &mut impl FnMut(Range<u64>, Option<ScratchContent>),
-    ) {
-        let Range { mut start, end } = sectors;
-        let before = self.ranges.range(..=start).next_back();
-        let from = before.map_or(start, |(&first, _)| first);
-        for (&first, &(last, content)) in self.ranges.range(from..end) {
-            if last <= start {
-                continue;
-            }
-            if first > start {
-                each(start..first, None);
-                start = first;
-            }
-            let part = start..last.min(end);
-            start = part.end;
-            each(part, Some(content));
-        }
-        if start < end {
-            each(start..end, None);
-        }
-    }
-
-    /// Whether all sectors were written.
-    fn has_all(&self, sectors: Range<u64>) -> bool {
-        let mut all = true;
-        self.visit(sectors, &mut |_, content| {
-            all &= content == Some(ScratchContent::Written);
-        });
-        all
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::index::IndexMemory;
 
     #[test]
     fn a_scratch_file_has_no_name() {
@@ -184,36 +148,29 @@ mod tests {
         assert!(create_unnamed_file(&dir.path().join("missing")).is_err());
     }
 
-    /// The map and a list of sectors agree, whatever is set.
+    /// Whoever writes to a look in ever other places does not take the memory of the process.
     #[test]
-    fn the_map_has_what_was_set_last() {
-        let mut random = 1_u64;
-        let mut below = |limit: u64| {
-            random = random
-                .wrapping_mul(6_364_136_223_846_793_005)
-                .wrapping_add(1);
-            (random >> 33) % limit
+    fn a_map_of_writes_has_a_limit() {
+        let dir = tempfile::tempdir().unwrap();
+        let limit = ExtentLimit::beside(&IndexMemory::default(), 1 << 20, dir.path());
+        let file = create_unnamed_file(dir.path()).unwrap();
+        let scratch = Scratch::new(file, 1 << 40, limit.clone()).unwrap();
+        let write = |sector| {
+            scratch.reserve(&(sector..sector + 1)).map(|()| {
+                let written = ScratchContent::Written;
+                scratch.layer().set(sector..sector + 1, written);
+            })
         };
-        for _ in 0..200 {
-            let (mut layer, mut model) = (ScratchMap::default(), [None; 40]);
-            for _ in 0..30 {
-                let start = below(40);
-                let end = start + 1 + below(40 - start);
-                let content = [ScratchContent::Written, ScratchContent::Zero][below(2) as usize];
-                layer.set(start..end, content);
-                model[start as usize..end as usize].fill(Some(content));
-                let from = below(40);
-                let to = from + 1 + below(40 - from);
-                let (mut at, mut last) = (from, None);
-                layer.visit(from..to, &mut |part, content| {
-                    assert!(part.start == at && part.end > at);
-                    assert_ne!(last, Some(content), "neighbours are joined");
-                    let is = |sector: &Option<ScratchContent>| *sector == content;
-                    assert!(model[part.start as usize..part.end as usize].iter().all(is));
-                    (at, last) = (part.end, Some(content));
-                });
-                assert_eq!(at, to);
-            }
-        }
+        let first = (0..1 << 20).map(|at| at * 2).find(|at| write(*at).is_err());
+        let first = first.expect("the map is full");
+        // A range more at most.
+        assert!(limit.memory.bytes() < (1 << 19) + 100);
+        let refused = write(first).unwrap_err().to_string();
+        assert!(refused.contains("index-memory"), "{refused}");
+        assert!(scratch.zero(first..first + 1).is_err());
+        // What needs no memory goes on, and what was written is there.
+        write(first - 2).unwrap();
+        drop(scratch);
+        assert_eq!(limit.memory.bytes(), 0);
     }
 }

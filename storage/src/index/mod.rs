@@ -14,6 +14,7 @@ mod extents;
 mod leaf;
 mod location;
 mod memory;
+mod sectors;
 #[cfg(test)]
 mod tests;
 
@@ -21,6 +22,7 @@ pub(crate) use bulk::IndexBuilder;
 pub(crate) use extents::ExtentMap;
 pub(crate) use location::{Location, Piece};
 pub(crate) use memory::{ExtentLimit, IndexMemory};
+pub(crate) use sectors::{SectorMap, SectorSet};
 
 use crate::medium::file::Segment;
 use crate::sync::Arc;

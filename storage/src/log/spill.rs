@@ -21,21 +21,12 @@ use crate::SECTOR_SIZE;
 use crate::catalog::control::ControlFile;
 use crate::error::{Error, ErrorKind, Result};
 use crate::format::{DecodeResult, SpillRange, Uuid, decode_spill_map, encode_spill_map};
-use crate::index::{ExtentMap, IndexMemory, Location};
+use crate::index::{IndexMemory, SectorSet};
 use crate::medium::file::DataFile;
 use crate::medium::filesystem::{FileSystem, OWNER, OpenMode, files, parent, remove_leftover};
 use crate::medium::mark::hex;
 use crate::mutant::{Mutant, planted};
 use crate::sync::{Arc, Mutex, MutexGuard, RwLock};
-
-/// A placeholder: only the sectors matter.
-const SPILLED: Location = Location::Zero {
-    unmap: false,
-    lsn: 0,
-};
-
-/// Most sectors of an extent in a map.
-const MOST: u64 = 1 << 30;
 
 /// A disk's spill file, and what is in it.
 #[derive(Debug)]
@@ -46,9 +37,9 @@ pub(crate) struct Spill {
     /// The bytes, where they are on the disk.
     data: Arc<dyn DataFile>,
     /// The sectors that are here.
-    sectors: RwLock<ExtentMap>,
+    sectors: RwLock<SectorSet>,
     /// Those that were written since [`take_written`](Self::take_written).
-    written: Mutex<ExtentMap>,
+    written: Mutex<SectorSet>,
 }
 
 /// The paths of a disk's two files.
@@ -200,7 +191,7 @@ impl Spill {
         }
     }
 
-    fn written(&self) -> MutexGuard<'_, ExtentMap> {
+    fn written(&self) -> MutexGuard<'_, SectorSet> {
         self.written.lock().expect("spill lock")
     }
 
@@ -228,37 +219,19 @@ impl Spill {
     /// These sectors are here from now on.
     pub(crate) fn note(&self, sectors: Range<u64>) {
         let mut known = self.sectors.write().expect("spill lock");
-        let mut written = self.written();
-        let mut at = sectors.start;
-        while at < sectors.end {
-            // An extent is no longer than a record can be.
-            let end = sectors.end.min((at / MOST + 1) * MOST);
-            known.insert(at, end - at, 0, SPILLED);
-            written.insert(at, end - at, 0, SPILLED);
-            at = end;
-        }
+        known.insert(sectors.clone());
+        self.written().insert(sectors);
     }
 
     /// Calls `each` with the parts of a range of sectors, in order, and whether they are here.
     pub(crate) fn visit(&self, sectors: Range<u64>, mut each: impl FnMut(Range<u64>, bool)) {
         let map = self.sectors.read().expect("spill lock");
-        map.visit(sectors.start, sectors.end - sectors.start, &mut |piece| {
-            each(
-                piece.sector..piece.sector + piece.sectors,
-                piece.place.is_some(),
-            );
-        });
+        map.visit(sectors, &mut |part, here| each(part, here.is_some()));
     }
 
     /// What was written since the last call, or since the file was opened. Sectors, in order.
     pub(crate) fn take_written(&self) -> Vec<Range<u64>> {
-        let mut written = self.written();
-        let next = written.successor();
-        let taken = std::mem::replace(&mut *written, next);
-        taken
-            .iter()
-            .map(|piece| piece.sector..piece.sector + piece.sectors)
-            .collect()
+        self.written().take()
     }
 
     /// Whether anything was written since the last call of [`take_written`](Self::take_written).
@@ -270,8 +243,7 @@ impl Spill {
     pub(crate) fn count_all_as_written(&self) {
         let all = self.sectors.read().expect("spill lock");
         let mut written = self.written();
-        all.iter()
-            .for_each(|piece| written.insert(piece.sector, piece.sectors, 0, SPILLED));
+        all.iter().for_each(|range| written.insert(range));
     }
 
     /// Counts the memory of the maps in `memory` from now on.
@@ -302,7 +274,8 @@ impl Spill {
     /// Bytes of the disk that are here.
     pub(crate) fn bytes(&self) -> u64 {
         let map = self.sectors.read().expect("spill lock");
-        map.iter().map(|piece| piece.sectors * SECTOR_SIZE).sum()
+        let sectors: u64 = map.iter().map(|range| range.end - range.start).sum();
+        sectors * SECTOR_SIZE
     }
 
     /// Makes everything here durable, the map included.
@@ -313,9 +286,9 @@ impl Spill {
         let synced = self.data.sync_data();
         synced.map_err(|error| Error::io("sync the spill file", &self.paths.data, error))?;
         let map = self.sectors.read().expect("spill lock");
-        let range = |piece: crate::index::Piece| SpillRange {
-            sector: U64::new(piece.sector),
-            sectors: U64::new(piece.sectors),
+        let range = |range: Range<u64>| SpillRange {
+            sector: U64::new(range.start),
+            sectors: U64::new(range.end - range.start),
         };
         let ranges: Vec<_> = map.iter().map(range).collect();
         drop(map);

@@ -56,7 +56,7 @@ impl Look {
             files,
             saved_since: SavedExtentsCache::default(),
             points,
-            scratch: sized(scratch, view.size, &disk.path)?,
+            scratch: sized(scratch, view.size, &disk.path, &limit)?,
             path: disk.path.clone(),
             sectors: view.size / SECTOR_SIZE,
             base: Arc::new(Image::new(view.base.file.into(), view.reader.spill())),
