@@ -35,7 +35,7 @@ const MOST_SEGMENTS: u64 = if cfg!(test) { 64 } else { 32_768 };
 const EXPIRING_CHECK: Duration = Duration::from_secs(if cfg!(test) { 0 } else { 10 });
 /// How long to wait after a copy of the images has failed.
 const COPY_PAUSE: Duration = Duration::from_secs(if cfg!(test) { 0 } else { 10 });
-/// How often the log's root may tell of records that are not there before they count as damaged.
+/// How often durable records may not be found before they count as damaged.
 const MOST_MISSING: u32 = 10;
 
 /// How to upload a log.
@@ -97,7 +97,9 @@ pub struct Uploader<'a> {
     root: LogRoot,
     /// No images on the line can lack records up to here.
     line_from: u64,
-    /// How often the root told of records that were not found.
+    /// The log is durable up to here, as its owner has told.
+    expected: u64,
+    /// How often durable records were not found.
     missing: u32,
     /// Pieces that were read and are not in the archive yet.
     pending: Vec<LogPiece>,
@@ -266,6 +268,7 @@ impl<'a> Uploader<'a> {
             follower,
             root: known_root,
             line_from,
+            expected: 0,
             missing: 0,
             pending_bytes: pending.as_ref().map_or(0, |piece| piece.bytes.len()),
             pending: pending.into_iter().collect(),
@@ -296,6 +299,11 @@ impl<'a> Uploader<'a> {
     /// Why the base images are copied now, if not because they never were. `None` the next time.
     pub fn take_reason(&mut self) -> Option<String> {
         self.why_base.take()
+    }
+
+    /// The log's owner knows that it is durable up to this LSN, perhaps before its root tells.
+    pub fn expect(&mut self, durable_lsn: u64) {
+        self.expected = self.expected.max(durable_lsn);
     }
 
     /// Sends what is new in the log, in one part, or a few chunks of the base images. Everything
@@ -329,7 +337,9 @@ impl<'a> Uploader<'a> {
         self.send(&root)?;
         self.keep_claim()?;
         let caught_up = caught_up && self.pending.is_empty();
-        self.refuse_missing(&root, caught_up)?;
+        if let Some(why) = self.why_missing(&root, caught_up)? {
+            return self.begin_anew(why);
+        }
         let caught_up = caught_up && self.missing == 0;
         let mut kept = |uploader: &Self| {
             if uploader.restorable {
@@ -397,7 +407,11 @@ impl<'a> Uploader<'a> {
                 .map_or(self.state.last, |last| last.last);
             let newest = newest.lsn.max(self.line_from);
             if caught_up && before > newest {
-                let why = "a disk was restored in place, and the images have passed that since";
+                let why = if self.missing > 0 {
+                    "records of the log can't be read, and the images have passed them since"
+                } else {
+                    "a disk was restored in place, and the images have passed that since"
+                };
                 return Ok(Err(why.to_owned()));
             }
             let root = LogRoot::read(&self.log_dir)?;
@@ -413,7 +427,13 @@ impl<'a> Uploader<'a> {
     /// why it does not go on.
     fn read(&mut self) -> Result<std::result::Result<bool, String>> {
         while self.pending_bytes < PART_BYTES {
-            match self.follower.step(PART_BYTES - self.pending_bytes)? {
+            let step = match self.follower.step(PART_BYTES - self.pending_bytes) {
+                // What was read before goes first.
+                Err(_) if !self.pending.is_empty() => return Ok(Ok(false)),
+                Err(error) => return self.pass_over(error.into()).map(Err),
+                Ok(step) => step,
+            };
+            match step {
                 FollowStep::Piece(piece) => {
                     self.pending_bytes += piece.bytes.len();
                     if !matches!(self.base, Base::Done { .. } | Base::Sent { .. }) {
@@ -423,10 +443,33 @@ impl<'a> Uploader<'a> {
                 }
                 FollowStep::CaughtUp => return Ok(Ok(true)),
                 FollowStep::Waits => return Ok(Ok(false)),
+                // Not even the beginning of this line was there.
+                FollowStep::Lost(why) if self.state.end.is_none() && self.pending.is_empty() => {
+                    return self.pass_over(Error::new(ErrorKind::Local, why)).map(Err);
+                }
                 FollowStep::Lost(why) => return Ok(Err(why)),
             }
         }
         Ok(Ok(false))
+    }
+
+    /// Returns why the archive begins anew behind what can't be read, if the images have passed
+    /// that.
+    ///
+    /// # Errors
+    /// As long as the log needs it.
+    fn pass_over(&self, error: Error) -> Result<String> {
+        let first = LogRoot::read(&self.log_dir)?.first_sequence();
+        if first > self.follower.sequence() {
+            return Ok(error.to_string());
+        }
+        Err(Error::new(
+            ErrorKind::Local,
+            format!(
+                "{error}; once the images have what follows ('walvisor ctl SOCKET checkpoint'), the \
+                 archive begins anew with a copy of them"
+            ),
+        ))
     }
 
     /// Why records from here on can't be put over the base images that the archive has.
@@ -547,27 +590,30 @@ impl<'a> Uploader<'a> {
         }))
     }
 
-    /// Fails if the log's root tells of records that can't be read.
-    fn refuse_missing(&mut self, root: &LogRoot, caught_up: bool) -> Result<()> {
-        let (durable, last) = (root.durable_lsn(), self.state.last.lsn);
+    /// Returns why the archive begins anew if durable records can't be read.
+    ///
+    /// # Errors
+    /// As [`pass_over`](Self::pass_over).
+    fn why_missing(&mut self, root: &LogRoot, caught_up: bool) -> Result<Option<String>> {
+        let durable = root.durable_lsn().max(self.expected);
+        let last = self.kept(root, true);
         if !caught_up || durable <= last {
             self.missing = 0;
-            return Ok(());
+            return Ok(None);
         }
-        // The root was read a little later than the log.
+        // That was told a little later than the log was read.
         self.missing += 1;
         if self.missing < MOST_MISSING {
-            return Ok(());
+            return Ok(None);
         }
         let dir = self.log_dir.display();
-        Err(Error::new(
-            ErrorKind::Local,
-            format!(
-                "{dir}: damaged: the records from LSN {} to {durable} can't be read, so the \
-                 archive ends before them; 'walvisor disk check' tells more",
-                last + 1
-            ),
-        ))
+        let message = format!(
+            "{dir}: damaged: the records from LSN {} to {durable} can't be read, so the archive \
+             ends before them; 'walvisor disk check' tells more",
+            last + 1
+        );
+        let passed = self.pass_over(Error::new(ErrorKind::Local, message));
+        passed.map(Some)
     }
 
     /// Stops if somebody else has claimed the archive.
@@ -810,6 +856,7 @@ impl<'a> Uploader<'a> {
         self.attempt = None;
         self.state = State::new(next, &root);
         self.line_from = root.checkpoint_lsn();
+        self.missing = 0;
         self.root = root;
         self.base = Base::None;
         self.restorable = false;

@@ -6,9 +6,10 @@
 //!        ▲                                                                │
 //!        └───────────── a file in memory: how far the archive is ◀────────┘
 //! ```
-//! On its standard output the push tells the LSN up to which the archive has everything, in 8 bytes.
-//! With `archive-sync=on`, FLUSHes wait for that, and a byte through the pipe tells the push that
-//! one does. With `archive-limit=SIZE`, writes wait while the archive lacks so much.
+//! On its standard output the push tells the LSN up to which the archive has everything, in 8 bytes,
+//! or [`LOST`]. With `archive-sync=on`, FLUSHes wait for that. With `archive-limit=SIZE`, writes wait
+//! while the archive lacks so much. A byte through the pipe tells the push that one does, and the
+//! file in memory for which LSN.
 //!
 //! A push outlives a kill of this process until it has sent what the log got before.
 
@@ -39,7 +40,10 @@ pub const LAST_PUSH: Duration = Duration::from_secs(10);
 const LAST_WAIT: Duration = Duration::from_secs(5);
 /// How long they fail then, before others may wait again.
 const REFUSAL: Duration = Duration::from_secs(1);
-/// Most bytes of a [`PushProgress`] as JSON.
+/// What a push tells instead of an LSN if the archive can't get what it lacks before somebody has put
+/// that right: requests fail meanwhile that would wait for it. The next LSN ends that.
+pub const LOST: u64 = u64::MAX;
+/// Most bytes of a [`PushProgress`] as JSON. The LSN for which a request waits comes behind it.
 const PROGRESS_BYTES: usize = 4096;
 
 /// A log that is to be archived.
@@ -201,11 +205,13 @@ impl Push {
     /// Tells the log of this push, which requests may wait for.
     fn replicate(&self, disk: &Disk) -> Result<(), String> {
         let input = Arc::clone(&self.input);
+        let progress = self.progress.try_clone();
+        let progress = progress.map_err(|error| error.to_string())?;
         let flags = EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK;
         let drains = Arc::new(eventfd(0, flags).map_err(|error| error.to_string())?);
         let drained = Arc::clone(&drains);
         let replica = disk.replicate(self.target.waits, move |call| match call {
-            ReplicaCall::Waits => wake(&input),
+            ReplicaCall::Waits(lsn) => wake(&input, Some((&progress, lsn))),
             // Only a full counter refuses it, which tells the same.
             ReplicaCall::Drains => drop(rustix::io::write(&drains, &1_u64.to_ne_bytes())),
         });
@@ -263,9 +269,12 @@ fn lock(input: &Mutex<Option<ChildStdin>>) -> MutexGuard<'_, Option<ChildStdin>>
     input.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// Makes a push look at its log.
-fn wake(input: &Mutex<Option<ChildStdin>>) {
+/// Makes a push look at its log. `awaits`: the LSN for which a request waits, for its file.
+fn wake(input: &Mutex<Option<ChildStdin>>, awaits: Option<(&File, u64)>) {
     if let Some(input) = lock(input).as_mut() {
+        if let Some((progress, lsn)) = awaits.filter(|(file, lsn)| awaited(file) < *lsn) {
+            let _ = progress.write_all_at(&lsn.to_ne_bytes(), PROGRESS_BYTES as u64);
+        }
         // A push that has ended is seen as such.
         let _ = input.write_all(b"\n");
     }
@@ -317,8 +326,13 @@ fn acknowledge(replica: &LogReplica, (mut output, drains): (File, Arc<OwnedFd>),
                 Ok(count) => {
                     // Each was written at once, so none is cut.
                     let (lsns, _) = bytes[..count].as_chunks();
-                    if let Some(lsn) = lsns.last() {
-                        replica.acknowledge(u64::from_ne_bytes(*lsn));
+                    for lsn in lsns.iter().map(|lsn| u64::from_ne_bytes(*lsn)) {
+                        if lsn == LOST {
+                            tell_lost(replica, log);
+                            replica.lose();
+                        } else {
+                            replica.acknowledge(lsn);
+                        }
                     }
                 }
                 Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
@@ -339,6 +353,22 @@ fn acknowledge(replica: &LogReplica, (mut output, drains): (File, Arc<OwnedFd>),
         );
     }
     replica.lose();
+}
+
+/// Says which requests wait no longer for an archive whose push is there.
+fn tell_lost(replica: &LogReplica, log: &str) {
+    if replica.holds_back() {
+        tracing::error!(
+            "log {log}: writes go on although its archive lacks too much, because it can't get that; \
+             the messages of its push say why"
+        );
+    }
+    if replica.waiting() > 0 {
+        tracing::error!(
+            "log {log}: FLUSHes fail, because its archive can't get what they wait for; the messages \
+             of its push say why, and what to do"
+        );
+    }
 }
 
 /// The processes that archive this process's logs. Once this is dropped, they end when they have
@@ -388,7 +418,7 @@ impl Pushes {
             let log = push.target.log.display();
             let disk = disk_of(&push.target.log);
             push.replicate(disk.ok_or_else(|| format!("{log}: the log is not open"))?)?;
-            wake(&push.input);
+            wake(&push.input, None);
         }
         Ok(())
     }
@@ -424,6 +454,13 @@ impl Pushes {
 pub fn open_progress(fd: u32) -> io::Result<File> {
     let path = Path::new("/proc/self/fd").join(fd.to_string());
     File::options().read(true).write(true).open(path)
+}
+
+/// The newest LSN for which a request has waited, from that file.
+pub fn awaited(progress: &File) -> u64 {
+    let mut lsn = [0; 8];
+    let read = progress.read_exact_at(&mut lsn, PROGRESS_BYTES as u64);
+    read.map_or(0, |()| u64::from_ne_bytes(lsn))
 }
 
 #[cfg(test)]

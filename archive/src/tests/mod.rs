@@ -1,5 +1,6 @@
 //! Logs that are written, archived and restored, over a store that fails.
 
+mod damage;
 mod faulty;
 mod follow;
 mod history;
@@ -417,29 +418,6 @@ fn an_image_that_others_have_written_to_begins_anew() {
     let bytes = bench.bytes_at(&archive, Point::Newest);
     assert_eq!((bytes[0], bytes[512], bytes[1024]), (1, 5, 3));
     assert!(up.epoch() > 1);
-}
-
-#[test]
-fn damage_in_the_log_is_told() {
-    let (bench, archive, store) = Bench::in_use(Retention::All);
-    let disk = &store.disks()[0];
-    let mut up = uploader(&archive, &bench);
-    for round in 1..6 {
-        write(disk, round, 0xa0 | round as u8, 1);
-        mark(disk);
-    }
-    store.close().unwrap();
-    let segment = bench.log().join("segment-00000");
-    let mut bytes = std::fs::read(&segment).unwrap();
-    let at = bytes
-        .windows(512)
-        .position(|sector| sector == [0xa3; 512])
-        .unwrap();
-    bytes[at] ^= 1;
-    std::fs::write(&segment, bytes).unwrap();
-    let error = (0..50).find_map(|_| up.tick().err()).expect("an error");
-    assert_eq!(error.kind(), ErrorKind::Local);
-    assert!(error.to_string().contains("can't be read"), "{error}");
 }
 
 /// Nobody has written since, so no record tells of it.

@@ -141,6 +141,7 @@ impl Committer {
                 return Err(AppendError::Stuck);
             }
             // An acknowledgement wakes the ports.
+            log.tell_of_backlog(state);
             return Err(AppendError::HeldBack(change));
         }
         let bytes = change.pending_bytes();

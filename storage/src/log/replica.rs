@@ -16,13 +16,14 @@ use crate::log::state::{Log, LogState};
 use crate::log::waiters::{Mailbox, Waiter, deliver};
 use crate::size::show_size;
 use crate::sync::atomic::Ordering;
-use crate::sync::{Arc, Weak};
+use crate::sync::{Arc, MutexGuard, Weak};
 
 /// What the owner of a replica is told.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum ReplicaCall {
-    /// A FLUSH begins to wait.
-    Waits,
+    /// A request begins to wait until the replica has the records up to this LSN, which are durable
+    /// here. It may be told more than once.
+    Waits(u64),
     /// Somebody waits for all requests to end, for instance to close a disk. If requests still wait
     /// for the replica after a few seconds, [end that](LogReplica::end_waits).
     Drains,
@@ -93,7 +94,7 @@ pub(crate) struct ReplicaState {
     /// A FLUSH waits for this LSN at least: an earlier process may have written up to here, or a
     /// disk that has come back.
     floor: u64,
-    /// No acknowledgement will come any more.
+    /// No acknowledgement is expected.
     lost: bool,
     /// Waiters whose records are durable here, and perhaps not there.
     waiters: Vec<Waiter>,
@@ -149,6 +150,11 @@ impl ReplicaState {
     pub(crate) fn remove_port(&mut self, port: &Arc<Mailbox>) {
         self.waiters
             .retain(|waiter| !Arc::ptr_eq(&waiter.mailbox, port));
+    }
+
+    /// The newest record that a request waits for.
+    fn newest_waiter(&self) -> Option<u64> {
+        self.waiters.iter().map(|waiter| waiter.lsn).max()
     }
 
     /// Removes and returns all waiters.
@@ -216,9 +222,21 @@ impl Log {
                 lsn: waiter.lsn.max(floor),
                 ..waiter
             }));
-        let owner = replica.owner.clone();
+        let (owner, newest) = (replica.owner.clone(), replica.newest_waiter());
         drop(state);
-        owner(ReplicaCall::Waits);
+        newest
+            .into_iter()
+            .for_each(|lsn| owner(ReplicaCall::Waits(lsn)));
+    }
+
+    /// Tells the owner of the replica that a write waits for it.
+    pub(crate) fn tell_of_backlog(&self, state: MutexGuard<'_, LogState>) {
+        let durable = state.pipeline.durable();
+        let owner = state.replica.as_ref().map(|replica| replica.owner.clone());
+        drop(state);
+        if let Some(owner) = owner {
+            owner(ReplicaCall::Waits(durable));
+        }
     }
 
     /// Lets requests wait for the replica for some seconds more at most.
@@ -280,9 +298,11 @@ impl LogReplica {
     }
 
     /// The replica has every record up to `lsn`, and keeps them when it loses power: every FLUSH
-    /// of these records completes. A lower LSN than an earlier one changes nothing.
+    /// of these records completes. A lower LSN than an earlier one completes none. Requests may
+    /// wait for a replica again that was [lost](Self::lose).
     pub fn acknowledge(&self, lsn: u64) {
         let served: Vec<_> = self.with(|replica| {
+            replica.lost = false;
             replica.acknowledged = replica.acknowledged.max(lsn);
             let acknowledged = replica.acknowledged;
             replica.backlog.acknowledge(acknowledged);
@@ -311,14 +331,19 @@ impl LogReplica {
         self.with(|replica| replica.refuses = false);
     }
 
-    /// The replica is gone for good. With [`sync`](ReplicaOptions::sync), each FLUSH of records
-    /// that it has not acknowledged fails, now and later. Reads and writes go on, with no limit.
+    /// The replica is gone, or can't get what it lacks. With [`sync`](ReplicaOptions::sync), each
+    /// FLUSH of records that it has not acknowledged fails, now and later. Reads and writes go on,
+    /// with no limit, in another segment, and the log keeps nothing for the replica. The next
+    /// [acknowledgement](Self::acknowledge), if one ever comes, ends that.
     pub fn lose(&self) {
         let waiters = self.with(|replica| {
             replica.lost = true;
             replica.take_waiters()
         });
         deliver(waiters.into_iter(), Err(Failure::Io), None);
+        if let Some(log) = self.0.upgrade() {
+            log.lock().ring.leave_tail();
+        }
         self.wake_writers();
     }
 
@@ -371,7 +396,7 @@ impl LogReplica {
 
     /// The newest record that a request waits for; `None`: none waits.
     pub fn awaited(&self) -> Option<u64> {
-        self.with(|replica| replica.waiters.iter().map(|waiter| waiter.lsn).max())
+        self.with(|replica| replica.newest_waiter())
     }
 
     /// Requests that wait for the replica.

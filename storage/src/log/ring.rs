@@ -72,6 +72,8 @@ pub(crate) struct SegmentRing {
     cannot_grow: bool,
     next_sequence: u64,
     tail: Option<Tail>,
+    /// The next batch goes to another segment, if one is free.
+    leaves_tail: bool,
     /// Segments in use, oldest first. The tail's is the last.
     live: VecDeque<LiveSegment>,
     /// Summaries that are not written yet, oldest first.
@@ -160,6 +162,7 @@ impl SegmentRing {
             cannot_grow: false,
             next_sequence,
             tail: None,
+            leaves_tail: false,
             live,
             pending_summaries: VecDeque::new(),
             retiring: Vec::new(),
@@ -301,6 +304,12 @@ impl SegmentRing {
         (self.starved, self.full) = (false, false);
     }
 
+    /// Lets the next batch begin another segment as soon as one is free beside the keeper's: a
+    /// reader that can't read the tail then finds a beginning.
+    pub(crate) fn leave_tail(&mut self) {
+        self.leaves_tail = true;
+    }
+
     /// Notes that no segment file could be made. Returns whether that is new.
     pub(crate) fn note_cannot_grow(&mut self) -> bool {
         !std::mem::replace(&mut self.cannot_grow, true)
@@ -387,10 +396,11 @@ impl SegmentRing {
         } else {
             self.segment_size
         };
+        let leaves = self.leaves_tail && !draining && self.free.len() > 1;
         let has_room = |tail: &Tail| {
             tail.offset + bytes <= usable && tail.has_room(batch, draining, self.segment_size)
         };
-        if self.tail.as_ref().is_some_and(has_room) {
+        if !leaves && self.tail.as_ref().is_some_and(has_room) {
             self.starved = false;
             self.full &= draining;
             return Room::Tail;
@@ -420,6 +430,7 @@ impl SegmentRing {
         // The unused end of the previous segment counts as used.
         self.end = self.end.next_multiple_of(self.segment_size);
         let headers = self.seal_tail(log);
+        self.leaves_tail = false;
         segment.note(ChecksumTable::clear);
         let sequence = self.next_sequence;
         assert!(

@@ -171,6 +171,15 @@ impl LogFollower {
         }
     }
 
+    /// The sequence of the segment that it reads, or would read.
+    pub fn sequence(&self) -> u64 {
+        match (&self.open, &self.place) {
+            (Some(open), _) => open.chain.sequence.get(),
+            (None, FollowerPlace::After(place)) => place.sequence,
+            (None, FollowerPlace::Start { first_sequence, .. }) => *first_sequence,
+        }
+    }
+
     /// The next batches: about `most` bytes, at least one batch.
     ///
     /// # Errors

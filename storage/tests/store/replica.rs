@@ -37,14 +37,29 @@ fn limit(bytes: u64) -> ReplicaOptions {
 
 /// A disk whose log has segments of 1 MiB, and a replica that may lack `most` bytes.
 fn limited(place: &TestDisk, retain: Retention, most: u64) -> (Store, LogReplica) {
+    let (store, replica, _) = limited_with_calls(place, retain, most);
+    (store, replica)
+}
+
+/// As [`limited`], with a receiver that gets each call.
+fn limited_with_calls(
+    place: &TestDisk,
+    retain: Retention,
+    most: u64,
+) -> (Store, LogReplica, Receiver<ReplicaCall>) {
     let options = StoreOptions {
         retain: Some(retain),
         await_replica: true,
         ..small(EngineKind::Auto)
     };
     let store = place.try_open(&options).unwrap();
-    let replica = store.disks()[0].replicate(limit(most), |_| ()).unwrap();
-    (store, replica)
+    let (sender, calls) = channel();
+    // Not everybody listens.
+    let owner = move |call| {
+        let _ = sender.send(call);
+    };
+    let replica = store.disks()[0].replicate(limit(most), owner).unwrap();
+    (store, replica, calls)
 }
 
 fn submit(port: &mut Port, operation: Operation) {
@@ -69,7 +84,7 @@ fn flush_begins(port: &mut Port, replica: &LogReplica, calls: &Receiver<ReplicaC
 fn until_waiting(replica: &LogReplica, calls: &Receiver<ReplicaCall>, count: usize) {
     while replica.waiting() < count {
         let call = calls.recv_timeout(LIMIT).expect("requests wait");
-        assert_eq!(call, ReplicaCall::Waits);
+        assert!(matches!(call, ReplicaCall::Waits(lsn) if Some(lsn) <= replica.awaited()));
     }
 }
 
@@ -285,6 +300,46 @@ fn writes_wait_while_the_replica_lacks_its_limit() {
     ended(&mut queue, Ok(()));
     (0..40).for_each(|number| write(&mut queue, number * 128, 1, 128));
     drop((queue, other));
+    store.close().unwrap();
+}
+
+#[test]
+fn a_replica_that_was_lost_comes_back_with_its_next_acknowledgement() {
+    let place = TestDisk::new();
+    let store = place.open();
+    let (replica, calls) = replicate(&store);
+    let mut queue = port(&store, 0);
+    for _ in 0..2 {
+        flush_begins(&mut queue, &replica, &calls);
+        replica.lose();
+        ended(&mut queue, Err(Failure::Io));
+        submit(&mut queue, Operation::Flush);
+        ended(&mut queue, Err(Failure::Io));
+        // Whatever it has.
+        replica.acknowledge(0);
+        flush_begins(&mut queue, &replica, &calls);
+        replica.acknowledge(replica.awaited().unwrap());
+        ended(&mut queue, Ok(()));
+    }
+    drop((queue, replica));
+    store.close().unwrap();
+
+    let place = TestDisk::new();
+    let (store, replica, calls) = limited_with_calls(&place, Retention::Bytes(3 * MIB), 2 * MIB);
+    let (mut queue, mut written) = (port(&store, 0), 0);
+    write_until_one_waits(&mut queue, &replica, &mut written);
+    assert_eq!(
+        calls.try_iter().last(),
+        Some(ReplicaCall::Waits(written)),
+        "the owner knows what is durable"
+    );
+    replica.lose();
+    ended(&mut queue, Ok(()));
+    (0..64).for_each(|number| write(&mut queue, number * 128, 1, 128));
+    assert!(!replica.holds_back());
+    replica.acknowledge(0);
+    assert!(replica.holds_back());
+    drop(queue);
     store.close().unwrap();
 }
 

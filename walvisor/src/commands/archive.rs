@@ -23,7 +23,7 @@ use walvisor_vmm::seccomp::{self, Seccomp, SyscallProfile};
 use super::CommandError;
 use super::disk::print;
 use super::process::seccomp_modes;
-use crate::archiving::{LAST_PUSH, PushProgress, open_progress};
+use crate::archiving::{LAST_PUSH, LOST, PushProgress, awaited, open_progress};
 use crate::disk_spec;
 use crate::landlock::{AllowedPaths, Landlock};
 use crate::point::{time_text, unix_us};
@@ -300,6 +300,7 @@ pub fn run(arguments: &ArchiveArguments) -> Result<(), CommandError> {
                     json: *json,
                     input: until_eof.then(InputWatch::start),
                     acknowledged: acknowledge.then_some(0),
+                    lost: false,
                     sync: *sync,
                     told: PushProgress::default(),
                     progress,
@@ -504,6 +505,8 @@ struct FollowingPush<'a> {
     input: Option<Arc<InputWatch>>,
     /// What was acknowledged, if that is wanted.
     acknowledged: Option<u64>,
+    /// It was told that requests wait in vain.
+    lost: bool,
     /// Requests wait for what is sent.
     sync: bool,
     /// What is told in `progress`, for the process whose log it is.
@@ -530,11 +533,14 @@ impl FollowingPush<'_> {
         let mut soon = SOON;
         // Another push of this machine may be sending the last of what it has.
         let mut fenced = 0;
+        // Errors that do not mend themselves, since the archive could be restored.
+        let mut failed = 0;
         loop {
             let (begun, begun_us) = (Instant::now(), unix_us(SystemTime::now()));
             let mut copy_error = None;
             let ticked = match &mut uploader {
                 Some(uploader) => {
+                    uploader.expect(self.progress.as_ref().map_or(0, awaited));
                     let ticked = uploader.tick_and_tell(&mut |lsn| self.acknowledge(lsn));
                     warn_anew(uploader);
                     match uploader.take_copy_error() {
@@ -557,6 +563,12 @@ impl FollowingPush<'_> {
                 Ok(tick) => {
                     retry.worked();
                     let Some(tick) = tick else { continue };
+                    if tick.restorable {
+                        failed = 0;
+                        if std::mem::take(&mut self.lost) {
+                            self.write_acknowledged(self.acknowledged.unwrap_or(0));
+                        }
+                    }
                     self.tell(&tick, begun_us);
                     if let Some(error) = copy_error {
                         tracing::warn!("{error}; the images are copied later, the log goes on");
@@ -570,7 +582,7 @@ impl FollowingPush<'_> {
                         let rest = if self.sync && !tick.caught_up {
                             // Nothing else wakes this push for the request that waits for what
                             // can't be read yet.
-                            soon = (2 * soon).min(self.interval.max(SOON));
+                            soon = (2 * soon).min(RETRY_FOR_WAITERS);
                             soon
                         } else {
                             soon = SOON;
@@ -595,6 +607,13 @@ impl FollowingPush<'_> {
                     }
                     tracing::warn!("{error}; the archive is behind, and is tried again");
                     self.tell_error(&error);
+                    if !matches!(error.kind(), ErrorKind::Unavailable | ErrorKind::Fenced) {
+                        failed += 1;
+                        if failed == MOST_FAILED {
+                            self.lost = true;
+                            self.write_acknowledged(LOST);
+                        }
+                    }
                     let rest = retry.next();
                     if self.sync {
                         rest.min(RETRY_FOR_WAITERS)
@@ -618,8 +637,14 @@ impl FollowingPush<'_> {
             return;
         };
         *acknowledged = lsn;
-        // Nobody waits any more if this fails.
-        let _ = rustix::io::write(std::io::stdout(), &lsn.to_ne_bytes());
+        self.write_acknowledged(lsn);
+    }
+
+    fn write_acknowledged(&self, lsn: u64) {
+        if self.acknowledged.is_some() {
+            // Nobody waits any more if this fails.
+            let _ = rustix::io::write(std::io::stdout(), &lsn.to_ne_bytes());
+        }
     }
 
     /// Waits, at most until the input ends; returns whether it has ended. `wakes`: also until
@@ -672,6 +697,8 @@ impl FollowingPush<'_> {
 
 /// How long to wait before the log is read again, if requests wait for what it has.
 const SOON: Duration = Duration::from_millis(20);
+/// How often what does not mend itself may fail before nobody waits for it any more.
+const MOST_FAILED: u32 = 5;
 /// How often a push that is fenced off before it has begun is tried.
 const MOST_FENCED: u32 = 5;
 const NOT_ALL_SENT: &str = "the archive lacks what was written last; push it again";

@@ -1,6 +1,7 @@
 //! `walvisor archive`: a log that goes to a store over HTTP, a host that dies, disks that come back
 //! elsewhere.
 
+mod damage;
 mod serving;
 mod versitygw;
 
@@ -399,8 +400,10 @@ fn push_of(daemon: &Daemon) -> rustix::process::Pid {
     let processes = fs::read_dir("/proc").unwrap();
     let mut numbers = processes.filter_map(|entry| entry.ok()?.file_name().to_str()?.parse().ok());
     let child = numbers.find(|number: &i32| {
-        let status = fs::read_to_string(format!("/proc/{number}/status"));
-        status.is_ok_and(|status| status.contains(&parent))
+        let of = |name: &str| fs::read_to_string(format!("/proc/{number}/{name}"));
+        let is = |name: &str, words: &str| of(name).is_ok_and(|text| text.contains(words));
+        // Another one removes the names of sockets.
+        is("status", &parent) && is("cmdline", "archive\0push\0")
     });
     rustix::process::Pid::from_raw(child.expect("a push")).expect("a process")
 }
