@@ -37,7 +37,7 @@ use crate::uploader::now_us;
 
 /// Microseconds of a day.
 pub(crate) const DAY_US: u64 = 24 * 3600 * 1_000_000;
-/// If a lease was not renewed for this long, its restore was killed.
+/// If a lease or a notice was not renewed for this long, its process was killed.
 const LEASE_US: u64 = DAY_US;
 /// What a notice says.
 const NOTICE: &[u8] = b"{}";
@@ -185,14 +185,7 @@ async fn remove_old(
     let chunks = archive.list(layout::CHUNKS).await?;
     // Leases and notices that have ended, parts and chunks.
     let (leased, mut gone) = leased(archive, now_us).await?;
-    for ListEntry {
-        name, modified_us, ..
-    } in archive.list(layout::EXPIRING).await?
-    {
-        if now_us.saturating_sub(modified_us) > LEASE_US {
-            gone.push(name);
-        }
-    }
+    gone.extend(renewed(archive, layout::EXPIRING, now_us).await?.1);
     let catalog = Catalog::read(archive).await?;
     let (bases, mut damaged) = catalog.read_bases(archive).await?;
     let needs = NeededObjects::find(archive, &catalog, &bases, &leased, options, now_us).await?;
@@ -247,20 +240,29 @@ async fn remove_old(
 
 /// The bases that running restores need, and the names of leases that have ended.
 async fn leased(archive: &Archive, now_us: u64) -> Result<(Vec<ObjectId>, Vec<String>)> {
-    let (mut bases, mut ended) = (Vec::new(), Vec::new());
-    for ListEntry {
-        name, modified_us, ..
-    } in archive.list(layout::LEASES).await?
-    {
-        if now_us.saturating_sub(modified_us) > LEASE_US {
-            ended.push(name);
-        } else if let Some(bytes) = archive.get(&name).await? {
+    let (renewed, ended) = renewed(archive, layout::LEASES, now_us).await?;
+    let mut bases = Vec::new();
+    for name in renewed {
+        if let Some(bytes) = archive.get(&name).await? {
             let note = serde_json::from_slice(&bytes);
             let note: LeaseNote = note.map_err(|error| Error::damaged(&name, error))?;
             bases.push(note.base);
         }
     }
     Ok((bases, ended))
+}
+
+/// The names of a folder's leases or notices, and of those that nobody renews any more.
+async fn renewed(
+    archive: &Archive,
+    folder: &str,
+    now_us: u64,
+) -> Result<(Vec<String>, Vec<String>)> {
+    let lives = |entry: &ListEntry| now_us.saturating_sub(entry.modified_us) <= LEASE_US;
+    let (renewed, ended): (Vec<_>, Vec<_>) =
+        archive.list(folder).await?.into_iter().partition(lives);
+    let names = |entries: Vec<ListEntry>| entries.into_iter().map(|entry| entry.name).collect();
+    Ok((names(renewed), names(ended)))
 }
 
 /// What is needed for the points that are kept.

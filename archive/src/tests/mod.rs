@@ -894,16 +894,21 @@ fn the_last_way_back_stays_until_there_is_another() {
     store.close().unwrap();
 }
 
-/// A restore that was killed keeps nothing for ever.
+/// A restore that was killed keeps nothing for ever, nor does an expiry keep copies of the images
+/// waiting.
 #[test]
 fn a_lease_that_nobody_renews_ends() {
     let (bench, archive, store, commits) = copied_four_times();
     let lease = archive.block_on(Lease::take(&archive, FIRST)).unwrap();
     std::mem::forget(lease);
+    let (notice, text) = (layout::expiring("0"), "{}".into());
+    archive.block_on(archive.put(&notice, &text)).unwrap();
     expire_before(&archive, commits[3].0.unix_us + 2 * DAY_US, 0, AT_ONCE);
     assert_eq!(reachable(&bench, &archive, &commits), [4]);
-    let left = archive.block_on(archive.list(layout::LEASES)).unwrap();
-    assert!(left.is_empty(), "{left:?}");
+    for folder in [layout::LEASES, layout::EXPIRING] {
+        let left = archive.block_on(archive.list(folder)).unwrap();
+        assert!(left.is_empty(), "{left:?}");
+    }
     store.close().unwrap();
 }
 
