@@ -20,7 +20,7 @@ use walvisor_storage::{
 use crate::epoch::{self, Claim, LogCopy, random};
 use crate::error::{Error, ErrorKind, Result};
 use crate::layout::{self, ObjectId};
-use crate::lineage::{Catalog, find_part, read_base, read_part};
+use crate::lineage::{Catalog, Lineage, find_part, read_base, read_part};
 use crate::object::{self, BaseHeader, BaseImage, PartHeader};
 use crate::remote::Archive;
 use crate::restore::{
@@ -36,7 +36,7 @@ const LOST_SEARCH: Duration = Duration::from_secs(if cfg!(test) { 0 } else { 10 
 /// Most parts that are taken at once, of 8 MiB or so each.
 const TICK_PARTS: usize = 16;
 /// Most ticks of a replica before it takes the archive from a host that still writes.
-const MOST_STEPS: usize = 64;
+const MOST_STEPS: usize = if cfg!(test) { 4 } else { 64 };
 /// The replica notes how far its images are after so many chunks.
 const NOTED_CHUNKS: usize = 64;
 
@@ -81,6 +81,8 @@ pub struct Replica<'a> {
     searched: Instant,
     /// An epoch that was claimed by another writer since.
     superseded: Option<u64>,
+    /// Whether the archive's newest line is another one, without images.
+    left_behind: bool,
     /// Segment files that have changed since the control file was written.
     changed: BTreeSet<u32>,
     /// The log has been as far as this, and must not end before it.
@@ -160,6 +162,7 @@ impl<'a> Replica<'a> {
             made_us: 0,
             searched: Instant::now(),
             superseded: None,
+            left_behind: false,
             changed: BTreeSet::new(),
             reached: 0,
         };
@@ -225,7 +228,7 @@ impl<'a> Replica<'a> {
         let wait = if superseded { LOST_SEARCH } else { SEARCH };
         let mut caught_up = all && !superseded;
         if search || all && self.searched.elapsed() >= wait {
-            let plan = newest_plan(self.archive)?;
+            let plan = self.newer_plan()?;
             self.turn_to(&plan)?;
             caught_up = plan.line.end() == Some(self.at);
             if caught_up {
@@ -280,58 +283,35 @@ impl<'a> Replica<'a> {
         })
     }
 
-    /// Claims the archive behind what the replica has, and again behind what the writer before has
-    /// sent until it knew. Whether the newest epoch before has records that the replica can't have.
+    /// Claims the archive, takes all that the writer before has sent until it knew, and claims the
+    /// archive behind that. Whether the newest line has records that the replica can't have.
     pub(crate) fn claim(&mut self) -> Result<bool> {
-        let catalog = self.archive.block_on(Catalog::read(self.archive))?;
-        let newest = catalog.newest().map_or(0, |newest| newest.epoch);
-        let follows = catalog.newest().and_then(|newest| newest.after);
+        let claims = self.archive.block_on(Catalog::claims(self.archive))?;
+        let newest = claims.last_key_value().map_or(0, |(epoch, _)| *epoch);
+        // This one has no parts and follows none, so it is on no line: it only stops the writer. If
+        // the promotion ends before the other claim, what was sent is still where it was.
+        self.claim_epoch(newest + 1, None)?;
+        while !self.step(true)?.caught_up {}
+        self.claim_epoch(newest + 2, Some(self.at))?;
+        Ok(self.left_behind)
+    }
+
+    fn claim_epoch(&self, epoch: u64, after: Option<ObjectId>) -> Result<()> {
         let LogCopy { host, copy } = LogCopy::at(&self.log_dir)?;
-        for epoch in newest + 1.. {
-            let claim = Claim {
-                epoch,
-                writer: random()?,
-                owner: format!(
-                    "process {} on {host} (a promoted replica)",
-                    std::process::id()
-                ),
-                host: host.clone(),
-                copy: copy.clone(),
-                after: Some(self.at),
-                promoted: true,
-                made_us: now_us(),
-            };
-            self.archive.block_on(epoch::claim(self.archive, &claim))?;
-            let mut late = self.parts_behind(self.at)?;
-            let mut taken = false;
-            // All that it lacks, before the next claim: there may be very much.
-            while newest == self.at.epoch && late.len() == TICK_PARTS {
-                taken = true;
-                self.take(late)?;
-                late = self.parts_behind(self.at)?;
-            }
-            if newest > self.at.epoch
-                && let Some(follows) = follows.filter(|part| part.epoch == self.at.epoch)
-            {
-                // What the writer of an epoch adds once another has followed it counts for nobody.
-                late.retain(|(header, _)| header.at.number <= follows.number);
-            }
-            let next = ObjectId {
-                epoch: newest,
-                number: 0,
-            };
-            if late.is_empty() && newest > self.at.epoch {
-                late = self.parts_behind(next)?;
-                if !late.is_empty() && follows != Some(self.at) {
-                    return Ok(true);
-                }
-            }
-            if late.is_empty() && !taken {
-                break;
-            }
-            self.take(late)?;
-        }
-        Ok(false)
+        let claim = Claim {
+            epoch,
+            writer: random()?,
+            owner: format!(
+                "process {} on {host} (a promoted replica)",
+                std::process::id()
+            ),
+            host,
+            copy,
+            after,
+            promoted: true,
+            made_us: now_us(),
+        };
+        self.archive.block_on(epoch::claim(self.archive, &claim))
     }
 
     /// Goes on with a replica whose images are complete, if the archive still leads on from it.
@@ -535,6 +515,27 @@ impl<'a> Replica<'a> {
         // The next write of the note tells so.
         self.note.roots.drain(..self.note.roots.len() - 1);
         Ok(())
+    }
+
+    /// The way to the newest point. Only what may be newer than the replica's images is listed.
+    fn newer_plan(&mut self) -> Result<Plan<'a>> {
+        let archive = self.archive;
+        archive.block_on(async {
+            let mut catalog = Catalog::read_from(archive, Some(self.base.first_part)).await?;
+            let mut plan = Plan::of(archive, &catalog, Point::Newest).await;
+            if plan
+                .as_ref()
+                .is_err_and(|error| error.kind() == ErrorKind::NotFound)
+            {
+                // The replica was on a line that is no more.
+                catalog = Catalog::read(archive).await?;
+                plan = Plan::of(archive, &catalog, Point::Newest).await;
+            }
+            let plan = plan?;
+            let newest = catalog.lines().first().and_then(Lineage::end);
+            self.left_behind = newest != plan.line.end();
+            Ok(plan)
+        })
     }
 
     /// The archive may have newer images, or another writer.

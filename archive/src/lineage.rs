@@ -22,6 +22,10 @@ use crate::remote::{Archive, ListEntry};
 const LAG: u64 = 64;
 /// Claims, and parts in a row, that it may lack behind.
 const MOST_UNLISTED: u64 = 1000;
+/// After so many parts that a list lacks, another list tells whether they are only newer.
+const RELISTED: u64 = 20;
+/// So many of them are enough: a writer may never rest.
+const MOST_LISTS: u32 = 5;
 
 /// What an archive has: claims, and the numbers of parts and bases of each epoch.
 pub(crate) struct Catalog {
@@ -83,6 +87,64 @@ impl Catalog {
     /// # Errors
     /// [`ErrorKind::NotFound`] if there is none.
     pub(crate) async fn read(archive: &Archive) -> Result<Self> {
+        Self::read_from(archive, None).await
+    }
+
+    /// As [`read`](Self::read), without the parts before this one.
+    pub(crate) async fn read_from(archive: &Archive, first: Option<ObjectId>) -> Result<Self> {
+        let claims = Self::claims(archive).await?;
+        let before = first.map(|first| {
+            layout::part(ObjectId {
+                number: first.number.saturating_sub(1),
+                ..first
+            })
+        });
+        let mut listed_parts = Vec::new();
+        let mut parts: BTreeMap<u64, Vec<(u64, u64)>> = BTreeMap::new();
+        for ListEntry { name, bytes, .. } in
+            archive.list_after(layout::PARTS, before.as_deref()).await?
+        {
+            let Some(place) = place_of(&name) else {
+                continue;
+            };
+            listed_parts.push((place, bytes));
+            let runs = parts.entry(place.epoch).or_default();
+            match runs.last_mut() {
+                Some((_, last)) if place.number == *last + 1 => *last += 1,
+                _ => runs.push((place.number, place.number)),
+            }
+        }
+        for (&epoch, runs) in &mut parts {
+            // Here, too, the list may lack some.
+            let mut listed = std::mem::take(runs).into_iter().peekable();
+            while let Some((first, listed_last)) = listed.next() {
+                let listed_last = ObjectId {
+                    epoch,
+                    number: listed_last,
+                };
+                let next = listed.peek().map_or(u64::MAX, |next| next.0);
+                let last = last_in_a_row(archive, listed_last, next).await?;
+                match runs.last_mut() {
+                    Some((_, before)) if *before + 1 == first => *before = last,
+                    _ => runs.push((first, last)),
+                }
+            }
+        }
+        let bases = archive.list(layout::BASES).await?;
+        let bases = bases.iter().filter_map(|base| place_of(&base.name));
+        Ok(Self {
+            claims,
+            parts,
+            listed_parts,
+            bases: bases.collect(),
+        })
+    }
+
+    /// The claims, by epoch.
+    ///
+    /// # Errors
+    /// [`ErrorKind::NotFound`] if there is none.
+    pub(crate) async fn claims(archive: &Archive) -> Result<BTreeMap<u64, Claim>> {
         let listed = archive.list(layout::EPOCHS).await?;
         let numbers = listed
             .iter()
@@ -101,47 +163,7 @@ impl Catalog {
                 None => {}
             }
         }
-        let mut listed_parts = Vec::new();
-        let mut parts: BTreeMap<u64, Vec<(u64, u64)>> = BTreeMap::new();
-        for ListEntry { name, bytes, .. } in archive.list(layout::PARTS).await? {
-            let Some(place) = place_of(&name) else {
-                continue;
-            };
-            listed_parts.push((place, bytes));
-            let runs = parts.entry(place.epoch).or_default();
-            match runs.last_mut() {
-                Some((_, last)) if place.number == *last + 1 => *last += 1,
-                _ => runs.push((place.number, place.number)),
-            }
-        }
-        for (&epoch, runs) in &mut parts {
-            // Here, too, the list may lack some.
-            let mut listed = std::mem::take(runs).into_iter().peekable();
-            while let Some((first, mut last)) = listed.next() {
-                let name = |number| layout::part(ObjectId { epoch, number });
-                let next = listed.peek().map_or(u64::MAX, |next| next.0);
-                let most = last.saturating_add(MOST_UNLISTED);
-                while last + 1 < next && archive.has(&name(last + 1)).await? {
-                    last += 1;
-                    if last == most {
-                        let why = "the store's list lacks it, and too many others";
-                        return Err(Error::damaged(&name(last), why));
-                    }
-                }
-                match runs.last_mut() {
-                    Some((_, before)) if *before + 1 == first => *before = last,
-                    _ => runs.push((first, last)),
-                }
-            }
-        }
-        let bases = archive.list(layout::BASES).await?;
-        let bases = bases.iter().filter_map(|base| place_of(&base.name));
-        Ok(Self {
-            claims,
-            parts,
-            listed_parts,
-            bases: bases.collect(),
-        })
+        Ok(claims)
     }
 
     /// The newest epoch.
@@ -238,6 +260,35 @@ impl Catalog {
         lines.extend((!line.is_empty()).then_some(Lineage(line)));
         lines
     }
+}
+
+/// The number of the last part that follows a listed one in a row, before the number `next`. The
+/// store's list may lack some.
+async fn last_in_a_row(archive: &Archive, listed: ObjectId, next: u64) -> Result<u64> {
+    let name = |number| layout::part(ObjectId { number, ..listed });
+    let mut last = listed.number;
+    let (mut most, mut lists) = (last.saturating_add(MOST_UNLISTED), 0);
+    while lists < MOST_LISTS && last + 1 < next && archive.has(&name(last + 1)).await? {
+        last += 1;
+        if (most - last).is_multiple_of(RELISTED) {
+            let before = name(last - 1);
+            let later = archive.list_after(layout::PARTS, Some(&before)).await?;
+            let mut later = later.iter().map(|listed| &listed.name);
+            if later.next() == Some(&name(last)) {
+                // A writer that is faster than these questions.
+                while last + 1 < next && later.next() == Some(&name(last + 1)) {
+                    last += 1;
+                }
+                most = last.saturating_add(MOST_UNLISTED);
+                lists += 1;
+            }
+        }
+        if last == most {
+            let why = "the store's list lacks it, and too many others";
+            return Err(Error::damaged(&name(last), why));
+        }
+    }
+    Ok(last)
 }
 
 /// The error for an address where no archive is.

@@ -351,25 +351,37 @@ impl Archive {
 
     /// The objects in a folder, by name.
     pub(crate) async fn list(&self, folder: &str) -> Result<Vec<ListEntry>> {
+        self.list_after(folder, None).await
+    }
+
+    /// Those of them with later names than this one. The store does not tell of the others.
+    pub(crate) async fn list_after(
+        &self,
+        folder: &str,
+        after: Option<&str>,
+    ) -> Result<Vec<ListEntry>> {
         self.counters.lists.fetch_add(1, Ordering::Relaxed);
         let folder_key = self.key(folder);
-        let listed = self
-            .store
-            .list(Some(&folder_key))
-            .take(MOST_LISTED + 1)
-            .try_filter_map(async |found| {
-                // The store's names are encoded, and so is the prefix.
-                let parts = found.location.prefix_match(&self.prefix);
-                let name = parts.map(|parts| {
-                    let parts: Vec<_> = parts.map(|part| part.as_ref().to_owned()).collect();
-                    parts.join("/")
-                });
-                Ok(name.map(|name| ListEntry {
-                    name,
-                    bytes: found.size,
-                    modified_us: found.last_modified.timestamp_micros().max(0) as u64,
-                }))
+        let listed = match after {
+            Some(name) => {
+                let name = self.key(name);
+                self.store.list_with_offset(Some(&folder_key), &name)
+            }
+            None => self.store.list(Some(&folder_key)),
+        };
+        let listed = listed.take(MOST_LISTED + 1).try_filter_map(async |found| {
+            // The store's names are encoded, and so is the prefix.
+            let parts = found.location.prefix_match(&self.prefix);
+            let name = parts.map(|parts| {
+                let parts: Vec<_> = parts.map(|part| part.as_ref().to_owned()).collect();
+                parts.join("/")
             });
+            Ok(name.map(|name| ListEntry {
+                name,
+                bytes: found.size,
+                modified_us: found.last_modified.timestamp_micros().max(0) as u64,
+            }))
+        });
         let listed: std::result::Result<Vec<_>, _> = listed.try_collect().await;
         let mut listed = match listed {
             Err(object_store::Error::NotFound { .. }) => Vec::new(),

@@ -224,6 +224,11 @@ impl<'a> Plan<'a> {
     /// Finds the newest base images from which a point can be reached.
     pub(crate) async fn find(archive: &'a Archive, at: Point) -> Result<Self> {
         let catalog = Catalog::read(archive).await?;
+        Self::of(archive, &catalog, at).await
+    }
+
+    /// As [`find`](Self::find), with what an archive has.
+    pub(crate) async fn of(archive: &'a Archive, catalog: &Catalog, at: Point) -> Result<Self> {
         let (mut reachable, mut damaged) = (Vec::new(), BTreeSet::new());
         for line in catalog.lines() {
             let at = resolve(archive, &line, at).await?;

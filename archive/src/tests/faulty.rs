@@ -1,6 +1,7 @@
 //! A store in memory that refuses requests, loses answers, and carries requests out late.
 
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::mpsc::{Receiver, Sender, channel};
 use std::sync::{Arc, Mutex};
 
 use futures_util::StreamExt;
@@ -30,6 +31,10 @@ pub(super) struct FaultyStore {
     read_only: bool,
     /// Has every object, as far as HEAD tells.
     pub(super) has_all: bool,
+    /// Names that its lists have told.
+    pub(super) listed: Arc<AtomicU64>,
+    /// Lets another thread do something before each request that reads an object.
+    turns: Mutex<Option<(Sender<()>, Receiver<()>)>>,
     /// So many writes are carried out, and fail, as when the sync of a directory does.
     pub(super) unsynced: AtomicU64,
 }
@@ -53,6 +58,8 @@ impl FaultyStore {
             careless: false,
             read_only: false,
             has_all: false,
+            listed: Arc::default(),
+            turns: Mutex::default(),
             unsynced: 0.into(),
         }
     }
@@ -74,6 +81,29 @@ impl FaultyStore {
     /// Lets one request in so many go wrong. Returns how many it was before.
     pub(super) fn fail_one_in(&self, one_in: u64) -> u64 {
         self.one_in.swap(one_in, Ordering::Relaxed)
+    }
+
+    /// Each request that reads an object sends something to the first one that is returned, and
+    /// waits for an answer to the second, until one of them is gone.
+    pub(super) fn take_turns(&self) -> (Receiver<()>, Sender<()>) {
+        let ((begin, begun), (end, ended)) = (channel(), channel());
+        *self.turns.lock().unwrap() = Some((begin, ended));
+        (begun, end)
+    }
+
+    fn end_turn(&self) {
+        let mut turns = self.turns.lock().unwrap();
+        let ended = |(begin, ended): &(Sender<()>, Receiver<()>)| {
+            begin.send(()).is_err() || ended.recv().is_err()
+        };
+        if turns.as_ref().is_some_and(ended) {
+            *turns = None;
+        }
+    }
+
+    /// Ends the turns that were begun with [`take_turns`](Self::take_turns).
+    pub(super) fn end_turns(&self) {
+        *self.turns.lock().unwrap() = None;
     }
 
     pub(super) fn fail_after(&self, requests: u64) {
@@ -171,6 +201,7 @@ impl ObjectStore for FaultyStore {
     }
 
     async fn get_opts(&self, location: &Path, options: GetOptions) -> Result<GetResult> {
+        self.end_turn();
         self.catch_up().await;
         if self.has_all && options.head {
             let log = Path::from("a/log/log.json");
@@ -205,7 +236,13 @@ impl ObjectStore for FaultyStore {
 
     fn list(&self, prefix: Option<&Path>) -> BoxStream<'static, Result<ObjectMeta>> {
         match self.fault().map(|fault| fault % 2) {
-            None => self.inner.list(prefix),
+            None => {
+                let listed = self.listed.clone();
+                let count = move |_: &_| {
+                    let _ = listed.fetch_add(1, Ordering::Relaxed);
+                };
+                self.inner.list(prefix).inspect(count).boxed()
+            }
             Some(0) => stream::once(async { Err(failed()) }).boxed(),
             // It does not show yet what was put last.
             Some(_) => {
@@ -220,6 +257,22 @@ impl ObjectStore for FaultyStore {
                 all.flatten().boxed()
             }
         }
+    }
+
+    fn list_with_offset(
+        &self,
+        prefix: Option<&Path>,
+        offset: &Path,
+    ) -> BoxStream<'static, Result<ObjectMeta>> {
+        let later = self.inner.list_with_offset(prefix, offset);
+        if self.fault().is_some() {
+            return stream::once(async { Err(failed()) }).boxed();
+        }
+        let listed = self.listed.clone();
+        let count = move |_: &_| {
+            let _ = listed.fetch_add(1, Ordering::Relaxed);
+        };
+        later.inspect(count).boxed()
     }
 
     async fn list_with_delimiter(&self, prefix: Option<&Path>) -> Result<ListResult> {

@@ -1,6 +1,7 @@
 //! Replicas: what they may be used for, and what others do to them meanwhile.
 
 use std::sync::Arc;
+use std::sync::atomic::Ordering;
 
 use walvisor_storage::{DiskOptions, LockedLog, Operation, Point, Retention, Store};
 use walvisor_testkit::queue;
@@ -11,10 +12,10 @@ use super::{
     write,
 };
 use crate::error::{Error, ErrorKind, Result};
-use crate::follow::Replica;
+use crate::follow::{Promotion, Replica};
 use crate::layout::{self, ObjectId};
 use crate::remote::Archive;
-use crate::uploader::Uploader;
+use crate::uploader::{UploadOptions, Uploader};
 
 fn replica<'a>(bench: &Bench, archive: &'a Archive) -> Result<Replica<'a>> {
     Replica::open(archive, &bench.dir.path().join("replica"), &mut |_, _| {})
@@ -206,6 +207,109 @@ fn what_a_writer_sends_that_has_lost_the_archive_is_not_promoted() {
     settle(&mut up);
     assert!(!following.claim().unwrap());
     assert_eq!(newest(&following)[0], 4);
+}
+
+/// A host that sends a part, with a record of its own, before each request of the replica, until it
+/// knows that it has lost the archive. Then `fenced` is called. Returns the newest record of which it
+/// knew that the archive has it.
+fn with_busy_host(
+    (bench, store): (&Bench, &Store),
+    faulty: &FaultyStore,
+    fenced: &(dyn Fn() + Sync),
+    following: Replica<'_>,
+) -> (Result<Promotion>, u64) {
+    let archive = bench.archive();
+    let (begun, ended) = faulty.take_turns();
+    std::thread::scope(|scope| {
+        let host = scope.spawn(move || {
+            let options = UploadOptions {
+                check_each: true,
+                ..UploadOptions::default()
+            };
+            let mut up = Uploader::new(&archive, &bench.log(), options).unwrap();
+            let (mut kept, mut lost) = (0, false);
+            while begun.recv().is_ok() {
+                if !lost {
+                    put(store, 1);
+                    let ticked = up.tick_and_tell(&mut |lsn| kept = lsn);
+                    lost = ticked.is_err_and(|error| error.kind() == ErrorKind::Fenced);
+                    if lost {
+                        fenced();
+                    }
+                }
+                let _ = ended.send(());
+            }
+            assert!(lost, "it has lost the archive");
+            kept
+        });
+        let promoted = following.promote();
+        faulty.end_turns();
+        (promoted, host.join().unwrap())
+    })
+}
+
+#[test]
+fn a_replica_of_a_host_that_never_stops_is_promoted_with_all_that_it_was_told_to_have() {
+    let (bench, archive, store) = Bench::in_use(Retention::Nothing);
+    put(&store, 1);
+    settle(&mut uploader(&archive, &bench));
+    let faulty = Arc::new(FaultyStore::new(bench.store.clone(), 0, 0));
+    let busy = archive_in(faulty.clone());
+    let following = replica(&bench, &busy).unwrap();
+    let (promoted, kept) = with_busy_host((&bench, &store), &faulty, &|| (), following);
+    let promotion = promoted.unwrap();
+    assert!(!promotion.left_behind);
+    assert!(promotion.commit.lsn >= kept, "{promotion:?} {kept}");
+    assert!(kept > 10);
+}
+
+/// However old the archive is.
+#[test]
+fn a_promotion_lists_only_what_may_be_newer_than_the_images() {
+    let (bench, archive, store) = Bench::in_use(Retention::Nothing);
+    put(&store, 1);
+    let mut up = uploader(&archive, &bench);
+    settle(&mut up);
+    for _ in 0..200 {
+        put(&store, 2);
+        up.tick().unwrap();
+    }
+    drop(up);
+    store.disks()[0].checkpoint().unwrap();
+    copy_images(&bench, &archive);
+    let parts = archive.block_on(archive.list(layout::PARTS)).unwrap().len() as u64;
+    assert!(parts > 200);
+    let faulty = Arc::new(FaultyStore::new(bench.store.clone(), 0, 0));
+    let counted = archive_in(faulty.clone());
+    let following = replica(&bench, &counted).unwrap();
+    assert!(faulty.listed.swap(0, Ordering::Relaxed) > parts);
+    following.promote().unwrap();
+    let listed = faulty.listed.load(Ordering::Relaxed);
+    assert!(listed < parts / 2, "{listed} of {parts}");
+}
+
+/// Once the host knows that it has lost the archive, the promotion gets so many more answers. Then
+/// it is called again.
+#[test]
+fn a_promotion_that_is_ended_after_its_claim_loses_nothing() {
+    for answers in [0, 1, 2, 5, 10, 20, 40] {
+        let (bench, archive, store) = Bench::in_use(Retention::Nothing);
+        put(&store, 1);
+        settle(&mut uploader(&archive, &bench));
+        let faulty = Arc::new(FaultyStore::new(bench.store.clone(), 0, 0));
+        let busy = archive_in(faulty.clone());
+        let following = replica(&bench, &busy).unwrap();
+        let fenced = || faulty.fail_after(answers);
+        let (promoted, kept) = with_busy_host((&bench, &store), &faulty, &fenced, following);
+        let promotion = promoted.unwrap_or_else(|_| {
+            let following = replica(&bench, &archive).unwrap();
+            following.promote().unwrap()
+        });
+        assert!(
+            !promotion.left_behind && promotion.commit.lsn >= kept,
+            "{answers}: {promotion:?} {kept}"
+        );
+    }
 }
 
 /// The old host's push is started anew, and its log could go on where the replica was promoted.
