@@ -2,16 +2,18 @@
 
 use std::path::Path;
 use std::process::{Command, Stdio};
-use std::sync::mpsc::{RecvTimeoutError, channel};
+use std::sync::mpsc::{RecvTimeoutError, Sender, channel};
 use std::thread;
 use std::time::Duration;
 
 use rustix::process::{Signal, WaitId, WaitIdOptions, kill_process, waitid};
-use walvisor_testkit::nbd::{BLOCK_STATUS, RawClient};
+use walvisor_testkit::nbd::{BLOCK_STATUS, READ, RawClient};
 use walvisor_testkit::{Process, wait_until};
 use walvisor_tests::have;
 
-use super::{Daemon, client, create, ctl, ctl_begun, ctl_refused, disk_names, test_dir, told};
+use super::{
+    Daemon, client, create, ctl, ctl_begun, ctl_refused, disk_names, test_dir, told,
+};
 
 /// No request takes this long.
 const LIMIT: Duration = Duration::from_secs(60);
@@ -132,8 +134,47 @@ print('all')
     assert_eq!(daemon.stop(), "");
 }
 
+/// Has the program run again after [`LIMIT`], so that a request that waits for it ends, and the
+/// test fails. It does nothing once what is returned is dropped.
+fn resume_late(slow: &SlowFileSystem) -> Sender<()> {
+    let (over, wait) = channel();
+    let fuse = slow.fuse.pid();
+    thread::spawn(move || {
+        if wait.recv_timeout(LIMIT) == Err(RecvTimeoutError::Timeout) {
+            let _ = kill_process(fuse, Signal::CONT);
+        }
+    });
+    over
+}
+
+/// A client of the slow disk, whose file system it halts once 4 KiB are stable.
+fn write_and_halt(dir: &Path, slow: &SlowFileSystem) -> RawClient {
+    let mut client = RawClient::extended_to(&dir.join("s"), "slow");
+    client.write(1, 4096, &[7; 4096]);
+    client.flush(2);
+    slow.halt();
+    client
+}
+
+/// Asks for bytes that are in the image only.
+fn read_from_image(client: &mut RawClient) {
+    client.request(0, READ, 3, 1 << 20, 4096);
+}
+
+const SLOW_AND_A: &str = "--control ctl --disk-dir in \
+    --disk path=slow/disk.img,log=slow-log,socket=s,serial=slow --disk path=in/a,socket=s,serial=a";
+
 #[test]
 fn a_removal_that_waits_for_its_image_delays_no_other_request() {
+    removal_delays_no_other_request(false);
+}
+
+#[test]
+fn a_removal_that_waits_for_a_read_delays_no_other_request() {
+    removal_delays_no_other_request(true);
+}
+
+fn removal_delays_no_other_request(reads: bool) {
     let dir = &test_dir();
     let Some(slow) = mount(dir) else {
         return;
@@ -141,26 +182,13 @@ fn a_removal_that_waits_for_its_image_delays_no_other_request() {
     std::fs::create_dir(dir.join("in")).unwrap();
     create(dir, "in/a", "1M");
     create(dir, "in/b", "1M");
-    let daemon = Daemon::start(
-        dir,
-        "--control ctl --disk-dir in --disk path=slow/disk.img,log=slow-log,socket=s,serial=slow \
-         --disk path=in/a,socket=s,serial=a",
-    );
-    let mut client = RawClient::extended_to(&dir.join("s"), "slow");
-    client.write(1, 4096, &[7; 4096]);
-    client.flush(2);
-    drop(client);
-    slow.halt();
+    let daemon = Daemon::start(dir, SLOW_AND_A);
+    let client = write_and_halt(dir, &slow);
+    let mut client = reads.then_some(client);
+    client.iter_mut().for_each(read_from_image);
     let mut removal = ctl_begun(dir, "remove-disk slow");
-    // A request that waits for the removal ends too, and the test fails.
-    let (_over, wait) = channel::<()>();
-    let fuse = slow.fuse.pid();
-    thread::spawn(move || {
-        if wait.recv_timeout(LIMIT) == Err(RecvTimeoutError::Timeout) {
-            let _ = kill_process(fuse, Signal::CONT);
-        }
-    });
-    // The disk leaves the list at once, and its image has to be copied then.
+    let late = resume_late(&slow);
+    // The disk leaves the list at once, and has to be read and copied then.
     wait_until("the removal", || disk_names(dir) == ["a"]);
     ctl(dir, "add-disk path=in/b,socket=s,serial=b");
     assert_eq!(disk_names(dir), ["a", "b"]);
@@ -168,11 +196,16 @@ fn a_removal_that_waits_for_its_image_delays_no_other_request() {
     ctl_refused(dir, "add-disk path=in/c,socket=s,serial=slow", &[busy]);
     ctl(dir, "set-limit --disk a --ops-per-second 1000");
     ctl(dir, "remove-disk a");
-    let mut client = RawClient::extended_to(&dir.join("s"), "b");
-    client.write(1, 0, &[8; 4096]);
-    client.flush(2);
-    drop(client);
+    if !reads {
+        let mut other = RawClient::extended_to(&dir.join("s"), "b");
+        other.write(1, 0, &[8; 4096]);
+        other.flush(2);
+    }
+    assert!(late.send(()).is_ok(), "a request waited for the image");
     slow.resume();
+    if let Some(client) = &mut client {
+        assert_eq!(client.reply().cookie, 3);
+    }
     assert!(removal.wait().unwrap().success());
     assert_eq!(disk_names(dir), ["b"]);
     assert_eq!(daemon.stop(), "");

@@ -19,6 +19,13 @@ use crate::disk_spec::{DiskCommand, DiskSpec};
 use crate::disks::disk_name;
 use crate::landlock::AllowedPaths;
 
+/// Waits until the requests in flight of a disk that is no longer served are answered, and nobody
+/// in this process uses it any more.
+///
+/// # Errors
+/// If somebody outside this process keeps the disk. It is then served as before.
+pub(super) type Removal = Box<dyn FnOnce() -> Result<(), RemovalError>>;
+
 /// A protocol, and what this process has open for it.
 ///
 /// ```text
@@ -67,11 +74,12 @@ pub(super) trait Door: Send {
         Ok(())
     }
 
-    /// Stops serving a disk, and returns when the daemon no longer uses it.
+    /// Stops serving a disk, in the function that it returns: that may wait for a medium that does
+    /// not answer, and is called without any lock.
     ///
     /// # Errors
     /// If somebody outside this process must let go of the disk first. It is then served as before.
-    fn remove(&mut self, spec: &DiskSpec) -> Result<(), RemovalError>;
+    fn remove(&mut self, spec: &DiskSpec) -> Result<Removal, RemovalError>;
 
     /// Drops what was kept in case a removed disk had to be served again.
     fn forget(&mut self, _spec: &DiskSpec) {}
@@ -86,6 +94,7 @@ pub(super) trait Door: Send {
 }
 
 /// The doors that the disks of a daemon have.
+#[derive(Default)]
 pub(super) struct Doors(BTreeMap<DiskCommand, Box<dyn Door>>);
 
 impl Doors {

@@ -393,12 +393,13 @@ impl DiskHotplug for Hotplug {
         };
         let ServedDisks { doors, disks, .. } = &mut *served;
         let spec = disks[place].spec().clone();
-        doors.of_mut(&spec).map_err(refused)?.remove(&spec)?;
+        let removal = doors.of_mut(&spec).map_err(refused)?.remove(&spec)?;
         let disk = disks.remove(place);
         let mut change = self.change(&mut served, disk);
         // Until it is closed.
         change.listed = true;
         drop(served);
+        removal()?;
         let removed = self
             .logs
             .of(&spec)

@@ -8,7 +8,7 @@ use clap::{Args, ValueEnum};
 use walvisor_devices::nbd::{Export, Listener, Server, Service, Tls, TlsConfig};
 use walvisor_vmm::disk::{DiskInUse, OpenDisk};
 
-use super::door::Door;
+use super::door::{Door, Removal};
 use crate::commands::CommandError;
 use crate::commands::socket::Sockets;
 use crate::commands::socket_names::SocketNames;
@@ -91,7 +91,7 @@ pub(super) struct NbdDoor {
     places: Vec<(ListenAddress, Uri)>,
     /// The services to start the server with.
     services: Vec<Service>,
-    server: Option<Server>,
+    server: Option<Arc<Server>>,
 }
 
 impl NbdDoor {
@@ -184,15 +184,19 @@ impl Door for NbdDoor {
         assert!(self.server.is_none(), "a door is opened once");
         assert_eq!(self.services.len(), self.places.len(), "a service a place");
         let server = Server::start(std::mem::take(&mut self.services));
-        self.server = Some(server.map_err(CommandError::failed)?);
+        self.server = Some(Arc::new(server.map_err(CommandError::failed)?));
         Ok(())
     }
 
-    fn remove(&mut self, spec: &DiskSpec) -> Result<(), RemovalError> {
-        if let (Some(server), Ok(service)) = (&self.server, self.service(spec)) {
-            server.remove(service, &export_name(spec));
-        }
-        Ok(())
+    fn remove(&mut self, spec: &DiskSpec) -> Result<Removal, RemovalError> {
+        let (server, service) = (self.server.clone(), self.service(spec));
+        let name = export_name(spec);
+        Ok(Box::new(move || {
+            if let (Some(server), Ok(service)) = (server, service) {
+                server.remove(service, &name);
+            }
+            Ok(())
+        }))
     }
 
     fn stop(&mut self) -> Result<(), CommandError> {

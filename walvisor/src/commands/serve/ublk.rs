@@ -3,6 +3,7 @@
 use std::collections::HashMap;
 use std::io;
 use std::path::PathBuf;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Instant;
 
 use clap::Args;
@@ -13,7 +14,7 @@ use walvisor_devices::ublk::{
 use walvisor_vmm::disk::{DiskInUse, OpenDisk};
 
 use super::daemon::{DaemonArguments, announce};
-use super::door::Door;
+use super::door::{Door, Removal};
 use crate::commands::CommandError;
 use crate::commands::socket::Sockets;
 use crate::commands::socket_names::SocketNames;
@@ -87,9 +88,16 @@ pub(super) fn run(arguments: &UblkArguments, started: Instant) -> Result<(), Com
 pub(super) struct UblkDoor {
     /// Devices that are in the kernel and not served yet, by the disk's name.
     raised: HashMap<String, KernelDevice>,
-    /// With the handles of their disks.
-    served: HashMap<String, (ServedDevice, DiskInUse)>,
+    served: HashMap<String, SharedDevice>,
     workers: WorkerPool,
+}
+
+/// A device with the handle of its disk; `None`: it was taken out of the kernel.
+type SharedDevice = Arc<Mutex<Option<(ServedDevice, DiskInUse)>>>;
+
+fn lock(device: &SharedDevice) -> MutexGuard<'_, Option<(ServedDevice, DiskInUse)>> {
+    // A device that a panic left half removed can be removed again.
+    device.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 impl Door for UblkDoor {
@@ -161,7 +169,8 @@ impl Door for UblkDoor {
             device: served.control(),
         };
         let place = served.path();
-        self.served.insert(name, (served, in_use.clone()));
+        let device = Arc::new(Mutex::new(Some((served, in_use.clone()))));
+        self.served.insert(name, device);
         Ok(AddedDisk {
             disk: in_use,
             place,
@@ -169,27 +178,40 @@ impl Door for UblkDoor {
     }
 
     fn start(&mut self) -> Result<(), CommandError> {
-        let mut served = self.served.values_mut();
-        let started = served.try_for_each(|(served, _)| served.start());
-        started.map_err(CommandError::failed)
-    }
-
-    fn remove(&mut self, spec: &DiskSpec) -> Result<(), RemovalError> {
-        let name = disk_name(spec);
-        if let Some((served, in_use)) = self.served.get_mut(&name) {
-            served.remove().map_err(|error| RemovalError {
-                reason: error.to_string(),
-                disk: Some(in_use.clone()),
-            })?;
-            self.served.remove(&name);
+        for device in self.served.values() {
+            if let Some((served, _)) = &mut *lock(device) {
+                served.start().map_err(CommandError::failed)?;
+            }
         }
         Ok(())
     }
 
+    fn remove(&mut self, spec: &DiskSpec) -> Result<Removal, RemovalError> {
+        let device = self.served.get(&disk_name(spec)).cloned();
+        Ok(Box::new(move || {
+            let Some(device) = device else { return Ok(()) };
+            let mut device = lock(&device);
+            if let Some((served, in_use)) = &mut *device {
+                served.remove().map_err(|error| RemovalError {
+                    reason: error.to_string(),
+                    disk: Some(in_use.clone()),
+                })?;
+            }
+            *device = None;
+            Ok(())
+        }))
+    }
+
+    fn forget(&mut self, spec: &DiskSpec) {
+        self.served.remove(&disk_name(spec));
+    }
+
     fn stop(&mut self) -> Result<(), CommandError> {
-        let mut served = std::mem::take(&mut self.served);
-        let removed = served.values_mut().map(|(served, _)| served.remove());
-        let removed: Vec<_> = removed.collect();
+        let served = std::mem::take(&mut self.served);
+        let mut devices: Vec<_> = served.values().map(lock).collect();
+        let present = devices.iter_mut().filter_map(|device| device.as_mut());
+        let removed: Vec<_> = present.map(|(served, _)| served.remove()).collect();
+        devices.iter_mut().for_each(|device| **device = None);
         // Devices that were never served are taken down too, or wait on.
         self.raised.clear();
         let removed: Result<(), _> = removed.into_iter().collect();

@@ -14,7 +14,7 @@ use walvisor_devices::vhost_user::{Server, Service, survive_truncated_memory};
 use walvisor_devices::virtio_scsi::{ScsiError, ScsiUnit, VirtioScsi};
 use walvisor_vmm::disk::{DeviceKind, DiskInUse, OpenDisk};
 
-use super::door::Door;
+use super::door::{Door, Removal};
 use crate::commands::CommandError;
 use crate::commands::socket::{self, Sockets};
 use crate::commands::socket_file::LateName;
@@ -25,7 +25,7 @@ use crate::disks::{self, disk_name};
 
 /// The vhost-user server, and the sockets of its disks.
 pub(super) struct VhostUserDoor {
-    server: Option<Server>,
+    server: Option<Arc<Server>>,
     /// The disks to start the server with.
     services: Vec<Service>,
     /// The targets to start the server with, by socket.
@@ -172,7 +172,7 @@ impl Door for VhostUserDoor {
                 .start(socket, &server)
                 .map_err(CommandError::failed)?;
         }
-        self.server = Some(server);
+        self.server = Some(Arc::new(server));
         Ok(())
     }
 
@@ -189,7 +189,7 @@ impl Door for VhostUserDoor {
         ))
     }
 
-    fn remove(&mut self, spec: &DiskSpec) -> Result<(), RemovalError> {
+    fn remove(&mut self, spec: &DiskSpec) -> Result<Removal, RemovalError> {
         let (place, name) = (place(spec).unwrap_or_default(), disk_name(spec));
         let units = self.units.get(&place).into_iter().flatten();
         self.check_removed(spec).map_err(|reason| RemovalError {
@@ -197,10 +197,13 @@ impl Door for VhostUserDoor {
             disk: units.clone().find(|unit| unit.name == name).cloned(),
         })?;
         self.units.remove(&place);
-        if let Some(server) = &self.server {
-            server.remove(&name);
-        }
-        Ok(())
+        let server = self.server.clone();
+        Ok(Box::new(move || {
+            if let Some(server) = server {
+                server.remove(&name);
+            }
+            Ok(())
+        }))
     }
 
     fn forget(&mut self, spec: &DiskSpec) {

@@ -16,7 +16,7 @@ use walvisor_vmm::disk::OpenDisk;
 use self::backstore_spec::{backstore_name, backstore_specs, wwn};
 use self::disks::TargetDisks;
 use super::daemon::{DaemonArguments, announce};
-use super::door::Door;
+use super::door::{Door, Removal};
 use crate::commands::CommandError;
 use crate::commands::socket::Sockets;
 use crate::commands::socket_names::SocketNames;
@@ -199,12 +199,15 @@ impl Door for TcmuDoor {
         exported.map_or(Ok(()), |other| Err(exported_by(&other)))
     }
 
-    fn remove(&mut self, spec: &DiskSpec) -> Result<(), RemovalError> {
-        let removed = self.disks.remove(&self.name(spec));
-        removed.map(drop).map_err(|(other, disk)| RemovalError {
-            reason: exported_by(&other),
-            disk: Some(disk),
-        })
+    fn remove(&mut self, spec: &DiskSpec) -> Result<Removal, RemovalError> {
+        let (disks, name) = (self.disks.clone(), self.name(spec));
+        Ok(Box::new(move || {
+            let removed = disks.remove(&name);
+            removed.map(drop).map_err(|(other, disk)| RemovalError {
+                reason: exported_by(&other),
+                disk: Some(disk),
+            })
+        }))
     }
 
     fn stop(&mut self) -> Result<(), CommandError> {
