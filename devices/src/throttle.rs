@@ -31,7 +31,7 @@
 use std::collections::VecDeque;
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
-use std::sync::atomic::{AtomicBool, AtomicU16, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU16, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 
 use rustix::time::{
@@ -146,7 +146,7 @@ pub struct Throttle {
 #[derive(Default)]
 struct ThrottleState {
     limits: Limits,
-    timers: Vec<Weak<Timer>>,
+    queues: Vec<Weak<SharedQueue>>,
 }
 
 impl Throttle {
@@ -170,10 +170,17 @@ impl Throttle {
         let any = limits.ops_per_second > 0 || limits.bytes_per_second > 0;
         self.active.store(any, Ordering::Relaxed);
         self.changes.fetch_add(1, Ordering::SeqCst);
-        state.timers.retain(|timer| timer.strong_count() > 0);
-        for timer in state.timers.iter().filter_map(Weak::upgrade) {
-            timer.arm(0);
+        state.queues.retain(|queue| queue.strong_count() > 0);
+        for queue in state.queues.iter().filter_map(Weak::upgrade) {
+            queue.timer.arm(0);
         }
+    }
+
+    /// Whether requests are in flight, or held by the limits.
+    pub fn is_busy(&self) -> bool {
+        let state = self.lock();
+        let mut queues = state.queues.iter().filter_map(Weak::upgrade);
+        queues.any(|queue| queue.in_flight.load(Ordering::Relaxed) > 0)
     }
 
     /// The disk's weight, 1 to [`MAX_WEIGHT`].
@@ -255,13 +262,20 @@ impl Timer {
     }
 }
 
+/// What a queue shares with its disk.
+struct SharedQueue {
+    timer: Timer,
+    /// Requests that were submitted and have not completed. Only the queue's thread changes it.
+    in_flight: AtomicUsize,
+}
+
 /// Applies the limits of a disk to one queue: holds the requests that may not start yet.
 ///
 /// Without limits a frontend submits requests to the [`BackendQueue`] directly: see
 /// [`in_force`](Self::in_force).
 pub(crate) struct QueueLimits {
     throttle: Arc<Throttle>,
-    timer: Arc<Timer>,
+    shared: Arc<SharedQueue>,
     /// Requests that may not start yet, in order, each with the bytes that it counts for.
     held: VecDeque<(u64, Operation, u64)>,
 }
@@ -272,18 +286,37 @@ impl QueueLimits {
     /// # Errors
     /// If the system refuses a timer.
     pub(crate) fn new(throttle: &Arc<Throttle>) -> io::Result<Self> {
-        let timer = Arc::new(Timer::new()?);
-        throttle.lock().timers.push(Arc::downgrade(&timer));
+        let shared = Arc::new(SharedQueue {
+            timer: Timer::new()?,
+            in_flight: AtomicUsize::new(0),
+        });
+        throttle.lock().queues.push(Arc::downgrade(&shared));
         Ok(Self {
             throttle: Arc::clone(throttle),
-            timer,
+            shared,
             held: VecDeque::new(),
         })
     }
 
+    /// A request was submitted.
+    pub(crate) fn submitted(&self) {
+        let in_flight = self.shared.in_flight.load(Ordering::Relaxed);
+        self.shared
+            .in_flight
+            .store(in_flight + 1, Ordering::Relaxed);
+    }
+
+    /// So many requests have completed.
+    pub(crate) fn completed(&self, count: usize) {
+        let in_flight = self.shared.in_flight.load(Ordering::Relaxed);
+        self.shared
+            .in_flight
+            .store(in_flight - count, Ordering::Relaxed);
+    }
+
     /// Readable when held requests may start; then call [`release`](Self::release).
     pub(crate) fn timer(&self) -> BorrowedFd<'_> {
-        self.timer.fd.as_fd()
+        self.shared.timer.fd.as_fd()
     }
 
     /// Whether requests are held. Then further ones will be held too.
@@ -313,7 +346,7 @@ impl QueueLimits {
 
     /// Submits the held requests that may start now, and sets the timer for the others.
     pub(crate) fn release(&mut self, queue: &mut dyn BackendQueue) {
-        self.timer.clear();
+        self.shared.timer.clear();
         while let Some((_, _, bytes)) = self.held.front() {
             let changes = self.throttle.changes.load(Ordering::SeqCst);
             match self.throttle.admit(*bytes) {
@@ -322,7 +355,7 @@ impl QueueLimits {
                     queue.submit(token, operation);
                 }
                 Err(when) => {
-                    self.timer.arm(when);
+                    self.shared.timer.arm(when);
                     // If the limits have changed since, that armed the timer too, and this `arm`
                     // has overwritten it: check again.
                     if self.throttle.changes.load(Ordering::SeqCst) == changes {

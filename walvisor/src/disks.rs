@@ -671,6 +671,12 @@ fn log_options(specs: &[DiskSpec], members: &[usize]) -> Result<StoreOptions, &'
     })
 }
 
+/// The longest time that closing a log of these disks copies.
+pub(crate) fn longest_close_time<'a>(specs: impl Iterator<Item = &'a DiskSpec>) -> Duration {
+    let times = specs.map(|spec| spec.close_time.unwrap_or(DEFAULT_CLOSE_TIME));
+    times.max().unwrap_or_default()
+}
+
 /// The value that all items share, `Some(None)` if there are no items, or `None` if two differ.
 fn common_value<T: PartialEq>(mut said: impl Iterator<Item = T>) -> Option<Option<T>> {
     let first = said.next();

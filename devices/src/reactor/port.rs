@@ -74,19 +74,26 @@ impl DiskPort {
         } else {
             self.queue.submit(token, operation);
         }
-        self.submitted = true;
+        self.count();
     }
 
     /// Submits a request that follows one which the limits have let pass.
     pub(crate) fn submit_unlimited(&mut self, token: u64, operation: Operation) {
         self.queue.submit(token, operation);
+        self.count();
+    }
+
+    fn count(&mut self) {
         self.submitted = true;
+        self.limits.submitted();
     }
 
     /// See [`BackendQueue::notify_written`].
     pub(crate) fn notify_written(&mut self, token: u64) -> bool {
         let written = self.queue.notify_written(token);
-        self.submitted |= !written;
+        if !written {
+            self.count();
+        }
         written
     }
 
@@ -114,6 +121,8 @@ impl DiskPort {
 
     /// See [`BackendQueue::completions`].
     pub(crate) fn completions(&mut self, done: &mut Vec<Completion>) {
+        let before = done.len();
         self.queue.completions(done);
+        self.limits.completed(done.len() - before);
     }
 }

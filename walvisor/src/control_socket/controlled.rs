@@ -7,7 +7,7 @@ use std::sync::mpsc::{Receiver, Sender, channel};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::Instant;
 
-use walvisor_devices::throttle;
+use walvisor_devices::throttle::{self, Throttle};
 use walvisor_vmm::control::RunControl;
 use walvisor_vmm::disk::{DiskInUse, NetworkInUse};
 use walvisor_vmm::vm::Vm;
@@ -183,11 +183,23 @@ impl ControlledProcess {
         self.disks().iter().for_each(|disk| self.apply_end(disk));
     }
 
+    /// Whether the process is ending.
+    pub(crate) fn is_ending(&self) -> bool {
+        self.ending.load(Ordering::SeqCst)
+    }
+
+    /// The names of the disks, and their limits, which know whether requests are in flight.
+    pub(crate) fn throttles(&self) -> Vec<(String, Arc<Throttle>)> {
+        let disks = self.disks().into_iter();
+        let disks = disks.map(|disk| (disk.name.clone(), Arc::clone(&disk.throttle)));
+        disks.collect()
+    }
+
     /// If the process is ending, lifts what may delay a disk's requests. Call it after each change
     /// of a limit: either this thread sees that the process is ending, or the thread that ends it
     /// sees the change.
     pub(super) fn apply_end(&self, disk: &DiskInUse) {
-        if self.ending.load(Ordering::SeqCst) {
+        if self.is_ending() {
             disk.throttle.set(throttle::Limits::default());
             disk.backend.end_pauses();
         }

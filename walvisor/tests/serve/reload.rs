@@ -6,9 +6,10 @@ use std::path::Path;
 
 use rustix::fs::{CWD, FileType, Mode, mknodat};
 use rustix::process::Signal;
-use walvisor_testkit::nbd::RawClient;
+use walvisor_testkit::nbd::{READ, RawClient};
 use walvisor_testkit::{Process, wait_until};
 
+use super::slow_holes::mount;
 use super::{
     Daemon, MIB, create, ctl, disk_names, errors, refused, serve_command, serve_telling, test_dir,
 };
@@ -275,4 +276,48 @@ fn a_daemon_that_opens_no_more_disks_lets_disks_go() {
     daemon.signal(Signal::HUP);
     wait_until("the disks", || disk_names(dir) == ["a"]);
     daemon.stop();
+}
+
+#[test]
+fn a_removal_that_waits_does_not_make_the_daemon_deaf() {
+    let dir = &test_dir();
+    let Some(slow) = mount(dir) else {
+        return;
+    };
+    for disk in ["a", "b"] {
+        create(dir, disk, "1M --log log");
+    }
+    const SLOW: &str = "path = 'slow/disk.img'\nlog = 'slow-log'\nserial = 'slow'";
+    write(dir, &["path = 'a'", SLOW]);
+    let mut daemon = serve_telling(dir, SERVE, 2);
+    let mut client = RawClient::extended_to(&dir.join("n"), "slow");
+    slow.halt();
+    client.request(0, READ, 1, 0, 4096);
+    write(dir, &["path = 'a'"]);
+    daemon.signal(Signal::HUP);
+    wait_until("the removal", || disk_names(dir) == ["a"]);
+    // A request to read the file again has to wait.
+    write(dir, &["path = 'a'", "path = 'b'"]);
+    daemon.signal(Signal::HUP);
+    slow.resume();
+    assert_eq!(client.reply().cookie, 1);
+    wait_until("the disk", || disk_names(dir) == ["a", "b"]);
+    write(dir, &["path = 'a'", "path = 'b'", SLOW]);
+    daemon.signal(Signal::HUP);
+    wait_until("the disk", || disk_names(dir) == ["a", "b", "slow"]);
+    let mut client = RawClient::extended_to(&dir.join("n"), "slow");
+    slow.halt();
+    client.request(0, READ, 1, 0, 4096);
+    write(dir, &["path = 'a'"]);
+    daemon.signal(Signal::HUP);
+    wait_until("the removal", || {
+        !disk_names(dir).contains(&"slow".to_owned())
+    });
+    wait_until("the daemon's end", || {
+        daemon.signal(Signal::TERM);
+        daemon.child.try_wait().unwrap().is_some()
+    });
+    assert_eq!(daemon.child.wait().unwrap().code(), Some(1));
+    let told = errors(dir);
+    assert!(told.contains("disk 'slow' does not answer"), "{told}");
 }

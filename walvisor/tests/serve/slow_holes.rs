@@ -12,7 +12,7 @@ use walvisor_testkit::{Process, wait_until};
 use walvisor_tests::have;
 
 use super::{
-    Daemon, client, create, ctl, ctl_begun, ctl_refused, disk_names, test_dir, told,
+    Daemon, client, create, ctl, ctl_begun, ctl_refused, disk_names, read, test_dir, told,
 };
 
 /// No request takes this long.
@@ -211,6 +211,60 @@ fn removal_delays_no_other_request(reads: bool) {
     assert_eq!(daemon.stop(), "");
     let image = std::fs::read(dir.join("slow/disk.img")).unwrap();
     assert_eq!(image[4096..8192], [7; 4096]);
+}
+
+/// Asserts that the daemon ends with status 1 and one line that names its slow disk, and that the
+/// next one has what was stable.
+#[track_caller]
+fn ends_without_answer(mut daemon: Daemon, dir: &Path, slow: &SlowFileSystem) {
+    let status = daemon.child.wait().unwrap();
+    let told = daemon.errors();
+    assert_eq!(status.code(), Some(1), "{told}");
+    assert!(told.contains("disk 'slow' does not answer"), "{told}");
+    assert_eq!(told.lines().count(), 1, "{told}");
+    slow.resume();
+    let daemon = Daemon::start(dir, SLOW_AND_A);
+    let mut client = RawClient::extended_to(&dir.join("s"), "slow");
+    assert_eq!(read(&mut client, 4096, 4096), [7; 4096]);
+    drop(client);
+    assert_eq!(daemon.stop(), "");
+}
+
+/// Starts a daemon with a slow disk, which does not answer a read, and another.
+fn serve_and_read(dir: &Path) -> Option<(SlowFileSystem, Daemon, RawClient)> {
+    let slow = mount(dir)?;
+    std::fs::create_dir(dir.join("in")).unwrap();
+    create(dir, "in/a", "1M");
+    let daemon = Daemon::start(dir, SLOW_AND_A);
+    let mut client = write_and_halt(dir, &slow);
+    read_from_image(&mut client);
+    Some((slow, daemon, client))
+}
+
+#[test]
+fn a_daemon_ends_in_a_bounded_time_though_a_disk_does_not_answer() {
+    let dir = &test_dir();
+    let Some((slow, daemon, _client)) = serve_and_read(dir) else {
+        return;
+    };
+    daemon.signal(Signal::TERM);
+    ends_without_answer(daemon, dir, &slow);
+}
+
+#[test]
+fn a_second_signal_ends_a_daemon_at_once() {
+    let dir = &test_dir();
+    let Some((slow, mut daemon, _client)) = serve_and_read(dir) else {
+        return;
+    };
+    // The removal waits, too.
+    let _removal = ctl_begun(dir, "remove-disk slow");
+    wait_until("the removal", || disk_names(dir) == ["a"]);
+    wait_until("the daemon's end", || {
+        daemon.signal(Signal::TERM);
+        daemon.child.try_wait().unwrap().is_some()
+    });
+    ends_without_answer(daemon, dir, &slow);
 }
 
 #[test]

@@ -13,18 +13,21 @@ use std::os::fd::OwnedFd;
 use std::os::unix::net::UnixListener;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
+use std::sync::mpsc::{Sender, channel};
+use std::thread;
 use std::time::Instant;
 
 use clap::Args;
 use walvisor_devices::backend::SECTOR_SIZE;
 use walvisor_devices::event_loop::EventSet;
-use walvisor_devices::listen::{Stop, Waiter, WakeReason};
+use walvisor_devices::listen::{Stop, Threads, Waiter, WakeReason};
 use walvisor_vmm::disk::{DiskInUse, OpenDisk};
 use walvisor_vmm::seccomp;
 use walvisor_vmm::vm::TerminationSignals;
 
 use super::config::PoolFile;
 use super::door::Doors;
+use super::ending::Ending;
 use super::hotplug::{Hotplug, ServedDisks, SharedLogs};
 use super::nbd::TlsArguments;
 use super::pool::{self, PoolDisk};
@@ -36,7 +39,7 @@ use crate::commands::socket::{Sockets, remove_dead};
 use crate::commands::socket_names::SocketNames;
 use crate::control_socket::{ControlledProcess, Power, Server as ControlServer};
 use crate::disk_spec::{DiskArgument, DiskCommand, DiskSpec};
-use crate::disks::group_by_log;
+use crate::disks::{group_by_log, longest_close_time};
 use crate::memory_limit;
 use crate::metrics::{DiskMetrics, render_served};
 use crate::metrics_server::MetricsServer;
@@ -177,11 +180,23 @@ impl DaemonArguments {
             .map_err(CommandError::failed)
             .and_then(|()| serve(&hotplug, open))
             .and_then(|disks| shutdown.wait(disks, &hotplug, file, scraped, &pushes));
-        let stopped = hotplug.lock().doors.stop();
+        let (served, ending) = match served {
+            Ok((disks, ending)) => (Ok(disks), Some(ending)),
+            Err(error) => (Err(error), None),
+        };
+        let mut doors = std::mem::take(&mut hotplug.lock().doors);
+        let stopped = doors.stop();
         let served = served.map(|disks| disks.iter().map(DiskMetrics::from).collect());
         drop(names);
-        finish(served, metrics, &logs, &pushes).and(stopped)?;
-        hotplug.lock().doors.logs_closed()
+        if let Some(ending) = &ending {
+            let disks = &hotplug.lock().disks;
+            ending.close_logs(longest_close_time(disks.iter().map(PoolDisk::spec)));
+        }
+        let finished = finish(served, metrics, &logs, &pushes);
+        drop(ending);
+        pushes.finish();
+        finished.and(stopped)?;
+        doors.logs_closed()
     }
 }
 
@@ -226,7 +241,6 @@ fn finish(
         _ => Ok(()),
     };
     let closed = logs.take().close().map_err(CommandError::failed);
-    pushes.finish();
     served.map(|_| ()).and(written).and(closed)
 }
 
@@ -268,16 +282,16 @@ impl Shutdown {
     }
 
     /// Serves the control socket, and metrics at the sockets `scraped`, and waits until a signal or
-    /// a control client asks to stop. With a `file`, SIGHUP reads it again instead. Returns
-    /// the disks that are left at the end.
+    /// a control client asks to stop. With a `file`, SIGHUP reads it again instead, in a thread of
+    /// its own: the removal of a disk may take long. Returns the disks that are left at the end.
     fn wait(
         mut self,
         disks: Vec<DiskInUse>,
         hotplug: &Hotplug,
-        mut file: Option<PoolFile>,
+        file: Option<PoolFile>,
         scraped: Vec<OwnedFd>,
         pushes: &Arc<Pushes>,
-    ) -> Result<Vec<DiskInUse>, CommandError> {
+    ) -> Result<(Vec<DiskInUse>, Ending), CommandError> {
         let stop = Stop::new().map_err(CommandError::failed)?;
         let mut waiter = Waiter::new(&self.signals, &stop).map_err(CommandError::failed)?;
         let power = Power::Daemon {
@@ -292,21 +306,65 @@ impl Shutdown {
         let shown = Arc::clone(&controlled);
         let metrics = MetricsServer::start(scraped, move || shown.metrics_text());
         let metrics = metrics.map_err(CommandError::failed)?;
+        let reloads = file.map(|file| Reloads::start(file, &controlled, hotplug));
+        let reloads = reloads.transpose().map_err(CommandError::failed)?;
         let ended = loop {
             let minute = Some(Instant::now() + repeats::MINUTE);
-            match (waiter.wait(&self.signals, EventSet::IN, minute), &mut file) {
-                (Ok(WakeReason::TimedOut), _) => repeats::flush(false),
-                (Ok(WakeReason::Ready), Some(file)) => match self.signals.take() {
-                    Ok(libc::SIGHUP) => file.reload(&controlled, hotplug),
-                    taken => break taken.map(|_| ()),
+            match waiter.wait(&self.signals, EventSet::IN, minute) {
+                Ok(WakeReason::TimedOut) => repeats::flush(false),
+                Ok(WakeReason::Ready) => match (self.signals.take(), &reloads) {
+                    (Ok(libc::SIGHUP), Some(reloads)) => reloads.ask(),
+                    (taken, _) => break taken.map(|_| ()),
                 },
-                (ended, _) => break ended.map(|_| ()),
+                ended => break ended.map(|_| ()),
             }
         };
+        drop(waiter);
+        let (in_use, changing) = (controlled.throttles(), hotplug.clone());
+        let silent = move || {
+            let busy = in_use.iter().filter(|(_, throttle)| throttle.is_busy());
+            let busy = busy.map(|(name, _)| name.clone());
+            busy.chain(changing.changing()).collect()
+        };
+        let ending = Ending::watch(self.signals, silent).map_err(CommandError::failed)?;
         controlled.lift_limits();
-        drop((server, metrics));
+        drop((server, metrics, reloads));
         let disks = Arc::into_inner(controlled).map(ControlledProcess::into_disks);
         ended.map_err(CommandError::failed)?;
-        Ok(disks.into_iter().flatten().collect())
+        Ok((disks.into_iter().flatten().collect(), ending))
+    }
+}
+
+/// Reads the file of `--config` again. Dropping this waits until the one under way has ended.
+struct Reloads {
+    asked: Sender<()>,
+    _thread: Threads,
+}
+
+impl Reloads {
+    fn start(
+        mut file: PoolFile,
+        controlled: &Arc<ControlledProcess>,
+        hotplug: &Hotplug,
+    ) -> std::io::Result<Self> {
+        let (asked, asks) = channel();
+        let (controlled, hotplug) = (Arc::clone(controlled), hotplug.clone());
+        let mut thread = Threads::new("the daemon");
+        thread.start(thread::Builder::new().name("reload".into()), move || {
+            // What was asked for while the file was read may be newer than what was read.
+            while asks.recv().is_ok() && !controlled.is_ending() {
+                asks.try_iter().for_each(drop);
+                file.reload(&controlled, &hotplug);
+            }
+        })?;
+        Ok(Self {
+            asked,
+            _thread: thread,
+        })
+    }
+
+    fn ask(&self) {
+        // The thread ends only after this is dropped.
+        let _ = self.asked.send(());
     }
 }

@@ -167,6 +167,13 @@ impl Hotplug {
         self.served.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
+    /// The names of the disks that are being opened or closed.
+    pub(super) fn changing(&self) -> Vec<String> {
+        let served = self.lock();
+        let changing = served.changing.iter();
+        changing.map(|disk| disk.name.clone()).collect()
+    }
+
     /// Refuses a path outside every `--disk-dir`.
     fn check_place(&self, name: &str, path: &Path) -> Result<(), String> {
         let real = real_path(path);

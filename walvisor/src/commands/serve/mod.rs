@@ -9,11 +9,14 @@
 //!                                                    │   nbd.rs, vhost_user.rs, tcmu/, ublk.rs
 //!                                                    ▼
 //!                                                  Hotplug: disks that come and go                     hotplug.rs
+//!                                                    ▼
+//!                                                  Ending: bounds the time that the end takes          ending.rs
 //! ```
 
 pub(super) mod config;
 mod daemon;
 mod door;
+mod ending;
 mod hotplug;
 pub(super) mod nbd;
 mod pool;
