@@ -2,22 +2,24 @@
 //! serve the next one.
 
 use std::fs::File;
-use std::io::Read;
+use std::io::{Read, Write};
 use std::os::fd::{AsFd, AsRawFd, OwnedFd};
 use std::os::unix::fs::FileExt;
-use std::os::unix::net::UnixListener;
+use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::Path;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Once};
+use std::time::Duration;
 
 use rustix::event::{EventfdFlags, eventfd};
 use walvisor_devices::backend::ram::RamDisk;
 use walvisor_devices::block::{BlockConfig, VirtioBlock};
+use walvisor_devices::control::DeviceControl;
 use walvisor_devices::transport::Device;
 use walvisor_devices::vhost_user::{Server, Service, survive_truncated_memory};
 use walvisor_devices::virtio_scsi::VirtioScsi;
-use walvisor_testkit::Random;
 use walvisor_testkit::vhost_user::*;
+use walvisor_testkit::{Random, wait_until};
 
 const SECTORS: u64 = 64;
 const PAGES: u64 = 16;
@@ -222,4 +224,62 @@ fn no_message_harms_the_server_of_a_scsi_target() {
     // the fuzz target have better ones.
     let counts = first.metrics.counts();
     assert!(counts.doorbells > 100, "{counts:?}");
+}
+
+/// Serves a disk. Also returns its owner's control of it, and its socket.
+fn serve(place: &Path) -> (Server, Arc<dyn DeviceControl>, FrontEnd) {
+    let path = place.join("socket");
+    let device = VirtioBlock::new(Arc::new(RamDisk::new(SECTORS)), config()).unwrap();
+    let service = Service::new(UnixListener::bind(&path).unwrap(), device, "disk").unwrap();
+    let control = service.control();
+    let server = Server::start(vec![service]).unwrap();
+    let mut front_end = FrontEnd::connect(&path);
+    assert_eq!(front_end.ask(GET_FEATURES, &[]).len(), 8);
+    (server, control, front_end)
+}
+
+/// Bytes that a socket has sent and its peer has not read.
+fn unread(socket: &UnixStream) -> i32 {
+    let mut bytes = 0;
+    // SAFETY: the request writes one number, to `bytes`.
+    let done = unsafe { libc::ioctl(socket.as_raw_fd(), libc::TIOCOUTQ, &raw mut bytes) };
+    assert_eq!(done, 0, "TIOCOUTQ");
+    bytes
+}
+
+#[test]
+fn half_a_message_delays_no_pause() {
+    let place = tempfile::tempdir().unwrap();
+    let (_server, control, mut front_end) = serve(place.path());
+    let message = [&header(SET_FEATURES, 8)[..], &payload(&[FEATURES])].concat();
+    for cut in [5, 12, 15] {
+        front_end.send(&message[..cut]);
+        wait_until("the half message", || unread(&front_end.socket) == 0);
+        control.pause().unwrap();
+        control.resume();
+        front_end.send(&message[cut..]);
+        assert_eq!(front_end.ask(GET_FEATURES, &[]).len(), 8);
+    }
+}
+
+#[test]
+fn replies_that_nobody_reads_delay_no_pause() {
+    let place = tempfile::tempdir().unwrap();
+    let (_server, control, mut front_end) = serve(place.path());
+    let socket = &mut front_end.socket;
+    let asked = header(GET_FEATURES, 0).repeat(1000);
+    // Until neither side takes any more.
+    let limit = Some(Duration::from_millis(500));
+    socket.set_write_timeout(limit).unwrap();
+    let mut sent = 0;
+    while let Ok(written) = socket.write(&asked[sent % asked.len()..]) {
+        sent += written;
+    }
+    control.pause().unwrap();
+    control.resume();
+    let mut replies = vec![0; sent / 12 * 20];
+    socket.read_exact(&mut replies).unwrap();
+    for reply in replies.chunks(20) {
+        assert_eq!(reply[..4], GET_FEATURES.to_ne_bytes());
+    }
 }

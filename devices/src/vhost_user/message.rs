@@ -77,36 +77,50 @@ impl Message {
     }
 }
 
-/// A front-end's non-blocking socket. A wait on it also ends when the server stops.
+/// What comes next on a connection.
+pub(super) enum NextEvent {
+    /// The front-end has sent a whole message.
+    Message(Message),
+    /// The owner requests something.
+    Owner(OwnerRequest),
+}
+
+/// A front-end's non-blocking socket. Half a message, or replies that the front-end does not read,
+/// delay nobody but the front-end: they wait here.
 pub(super) struct Channel<'a> {
     socket: BorrowedFd<'a>,
     waiter: &'a mut Waiter<OwnerRequest>,
+    incoming: IncomingMessage,
+    outgoing: OutgoingReply,
 }
 
-impl<'a> Channel<'a> {
-    pub(super) fn new(
-        socket: BorrowedFd<'a>,
-        waiter: &'a mut Waiter<OwnerRequest>,
-    ) -> Outcome<Self> {
-        waiter.watch(socket)?;
-        Ok(Self { socket, waiter })
+/// What has arrived of a message.
+#[derive(Default)]
+struct IncomingMessage {
+    bytes: Vec<u8>,
+    files: Vec<File>,
+}
+
+/// What was not sent yet of a reply.
+#[derive(Default)]
+struct OutgoingReply {
+    bytes: Vec<u8>,
+    /// Goes with the first byte.
+    file: Option<File>,
+}
+
+impl IncomingMessage {
+    fn field(&self, at: usize) -> u32 {
+        let bytes = self.bytes.get(at..).and_then(<[u8]>::first_chunk);
+        bytes.copied().map_or(0, u32::from_ne_bytes)
     }
 
-    /// Waits for a request of the owner; `None`: a message from the front-end has arrived.
-    pub(super) fn wait_for_request(&mut self) -> Outcome<Option<OwnerRequest>> {
-        next_request(self.waiter, self.socket)
-    }
-
-    /// Receives the front-end's next message.
-    pub(super) fn receive(&mut self) -> Outcome<Message> {
-        let mut header = [0; HEADER];
-        let mut files = Vec::new();
-        self.fill(&mut header, &mut files, true)?;
-        let field = |at: usize| {
-            let bytes = header[at..].first_chunk().copied();
-            u32::from_ne_bytes(bytes.unwrap_or_default())
-        };
-        let (request, flags, size) = (field(0), field(4), field(8) as usize);
+    /// The message's length, as far as it is known.
+    fn length(&self) -> Outcome<usize> {
+        if self.bytes.len() < HEADER {
+            return Ok(HEADER);
+        }
+        let (request, flags, size) = (self.field(0), self.field(4), self.field(8) as usize);
         if flags & VERSION_MASK != VERSION || flags & !(VERSION_MASK | NEED_REPLY) != 0 {
             return Err(refuse(format!(
                 "an invalid message header: flags {flags:#x}"
@@ -117,79 +131,125 @@ impl<'a> Channel<'a> {
                 "message {request} is {size} bytes, more than {MAX_PAYLOAD}"
             )));
         }
-        let mut payload = vec![0; size];
-        self.fill(&mut payload, &mut files, false)?;
-        Ok(Message {
-            request,
-            need_reply: flags & NEED_REPLY != 0,
-            payload,
-            files,
+        Ok(HEADER + size)
+    }
+
+    /// Takes the message, which is whole.
+    fn take(&mut self) -> Message {
+        let message = Message {
+            request: self.field(0),
+            need_reply: self.field(4) & NEED_REPLY != 0,
+            payload: self.bytes.split_off(HEADER),
+            files: std::mem::take(&mut self.files),
+        };
+        self.bytes.clear();
+        message
+    }
+}
+
+impl<'a> Channel<'a> {
+    pub(super) fn new(
+        socket: BorrowedFd<'a>,
+        waiter: &'a mut Waiter<OwnerRequest>,
+    ) -> Outcome<Self> {
+        waiter.watch(socket)?;
+        Ok(Self {
+            socket,
+            waiter,
+            incoming: IncomingMessage::default(),
+            outgoing: OutgoingReply::default(),
         })
     }
 
-    /// Reads until `bytes` is full. `first`: a message starts here, so the end of the stream is not
-    /// an error.
-    fn fill(&mut self, bytes: &mut [u8], files: &mut Vec<File>, first: bool) -> Outcome<()> {
-        let mut done = 0;
-        while done < bytes.len() {
+    /// Waits for what comes next. Messages that follow one whose reply is not sent have to wait.
+    pub(super) fn next(&mut self) -> Outcome<NextEvent> {
+        loop {
+            let sends = !self.outgoing.bytes.is_empty();
+            let wanted = if sends { EventSet::OUT } else { EventSet::IN };
+            if let Some(request) = next_request(self.waiter, self.socket, wanted)? {
+                return Ok(NextEvent::Owner(request));
+            }
+            if sends {
+                self.send()?;
+            } else if let Some(message) = self.receive()? {
+                return Ok(NextEvent::Message(message));
+            }
+        }
+    }
+
+    /// Receives the front-end's next message; `None`: it is not whole yet.
+    fn receive(&mut self) -> Outcome<Option<Message>> {
+        let Self {
+            incoming, socket, ..
+        } = self;
+        loop {
+            let (done, length) = (incoming.bytes.len(), incoming.length()?);
+            if done == length {
+                return Ok(Some(incoming.take()));
+            }
+            incoming.bytes.resize(length, 0);
             let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(MAX_FILES))];
             let mut control = RecvAncillaryBuffer::new(&mut space);
             let received = recvmsg(
-                self.socket,
-                &mut [IoSliceMut::new(&mut bytes[done..])],
+                *socket,
+                &mut [IoSliceMut::new(&mut incoming.bytes[done..])],
                 &mut control,
                 RecvFlags::CMSG_CLOEXEC | RecvFlags::DONTWAIT,
             );
             for message in control.drain() {
                 if let RecvAncillaryMessage::ScmRights(rights) = message {
-                    files.extend(rights.map(File::from));
+                    incoming.files.extend(rights.map(File::from));
                 }
             }
+            let count = received.as_ref().map_or(0, |received| received.bytes);
+            incoming.bytes.truncate(done + count);
             match received {
-                Ok(received) if received.bytes == 0 && first && done == 0 => {
-                    return Err(SessionEnd::Gone);
-                }
-                Ok(received) if received.bytes == 0 => {
-                    return Err(refuse("it left in the middle of a message"));
-                }
-                Ok(_) if files.len() > MAX_FILES => {
+                Ok(_) if count == 0 && done == 0 => return Err(SessionEnd::Gone),
+                Ok(_) if count == 0 => return Err(refuse("it left in the middle of a message")),
+                Ok(_) if incoming.files.len() > MAX_FILES => {
                     return Err(refuse("a message has too many descriptors"));
                 }
-                Ok(received) => done += received.bytes,
-                Err(Errno::AGAIN) => self.wait(EventSet::IN)?,
-                Err(Errno::INTR) => {}
+                Ok(_) | Err(Errno::INTR) => {}
+                Err(Errno::AGAIN) => return Ok(None),
                 Err(Errno::CONNRESET) => return Err(SessionEnd::Gone),
                 Err(error) => return Err(error.into()),
             }
         }
-        Ok(())
     }
 
-    /// Answers `request`.
+    /// Answers `request`, now or when the front-end reads.
     pub(super) fn reply(
         &mut self,
         request: u32,
         payload: &[u8],
-        file: Option<&File>,
+        file: Option<File>,
     ) -> Outcome<()> {
-        let mut bytes = Vec::with_capacity(HEADER + payload.len());
+        let bytes = &mut self.outgoing.bytes;
         for field in [request, VERSION | REPLY, payload.len() as u32] {
             bytes.extend_from_slice(&field.to_ne_bytes());
         }
         bytes.extend_from_slice(payload);
-        let fds: Vec<_> = file.iter().map(|file| file.as_fd()).collect();
-        let mut done = 0;
-        while done < bytes.len() {
+        self.outgoing.file = file;
+        self.send()
+    }
+
+    /// Sends as much of a reply as the front-end takes.
+    fn send(&mut self) -> Outcome<()> {
+        let OutgoingReply { bytes, file } = &mut self.outgoing;
+        while !bytes.is_empty() {
+            let fds: Vec<_> = file.iter().map(|file| file.as_fd()).collect();
             let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
             let mut control = SendAncillaryBuffer::new(&mut space);
-            if done == 0 && !fds.is_empty() {
+            if !fds.is_empty() {
                 control.push(SendAncillaryMessage::ScmRights(&fds));
             }
-            let slices = [IoSlice::new(&bytes[done..])];
             let flags = SendFlags::NOSIGNAL | SendFlags::DONTWAIT;
-            match sendmsg(self.socket, &slices, &mut control, flags) {
-                Ok(sent) => done += sent,
-                Err(Errno::AGAIN) => self.wait(EventSet::OUT)?,
+            match sendmsg(self.socket, &[IoSlice::new(bytes)], &mut control, flags) {
+                Ok(sent) => {
+                    bytes.drain(..sent);
+                    *file = None;
+                }
+                Err(Errno::AGAIN) => return Ok(()),
                 Err(Errno::INTR) => {}
                 Err(Errno::PIPE | Errno::CONNRESET) => return Err(SessionEnd::Gone),
                 Err(error) => return Err(error.into()),
@@ -197,29 +257,20 @@ impl<'a> Channel<'a> {
         }
         Ok(())
     }
-
-    /// Waits in the middle of a message. Requests of the owner are left for later.
-    fn wait(&mut self, what: EventSet) -> Outcome<()> {
-        loop {
-            match self.waiter.wait(self.socket, what, None)? {
-                WakeReason::Stopped => return Err(SessionEnd::Gone),
-                WakeReason::Ready => return Ok(()),
-                WakeReason::Message | WakeReason::TimedOut => {}
-            }
-        }
-    }
 }
 
-/// Waits for a request of the owner; `None`: `fd`, which is watched, has become readable.
+/// Waits for a request of the owner; `None`: one of the events `wanted` applies to `fd`, which is
+/// watched.
 pub(super) fn next_request(
     waiter: &mut Waiter<OwnerRequest>,
     fd: impl AsFd,
+    wanted: EventSet,
 ) -> Outcome<Option<OwnerRequest>> {
     loop {
         if let Some(request) = waiter.message() {
             return Ok(Some(request));
         }
-        match waiter.wait(&fd, EventSet::IN, None)? {
+        match waiter.wait(&fd, wanted, None)? {
             WakeReason::Stopped => return Err(SessionEnd::Gone),
             WakeReason::Ready => return Ok(None),
             WakeReason::Message | WakeReason::TimedOut => {}

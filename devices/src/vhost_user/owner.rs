@@ -1,5 +1,5 @@
 //! Requests of a disk's owner to the thread that serves the disk, which handles them between two
-//! front-end messages.
+//! front-end messages, or in the middle of one.
 
 use std::io;
 use std::sync::Arc;
@@ -10,8 +10,7 @@ use crate::control::{CacheSwitch, DeviceControl};
 use crate::event_loop::MessageSender;
 use crate::listen::WakeReason;
 
-/// How long a front-end may delay a pause. A front-end delays it only if it stops in the middle of
-/// a message, or does not read its replies.
+/// How long requests in flight may delay a pause.
 const PAUSE_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// A request of the owner.
@@ -48,8 +47,7 @@ impl DeviceControl for ServiceControl {
             Ok(()) | Err(RecvTimeoutError::Disconnected) => Ok(()),
             Err(RecvTimeoutError::Timeout) => {
                 self.resume();
-                let reason = "its front-end has stopped in the middle of a message, or does not \
-                              read its replies";
+                let reason = "the disk does not answer its requests in flight";
                 Err(io::Error::new(io::ErrorKind::TimedOut, reason))
             }
         }

@@ -6,13 +6,14 @@ use std::os::unix::net::UnixListener;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread;
 
-use super::message::{Channel, next_request};
+use super::message::{Channel, NextEvent, next_request};
 use super::outcome::{Outcome, SessionEnd, refuse};
 use super::owner::{OwnerRequest, ServiceControl};
 use super::session::FrontEndSession;
 use super::signal::EventNotifier;
 use crate::block::VirtioBlock;
 use crate::control::DeviceControl;
+use crate::event_loop::EventSet;
 use crate::listen::{Stop, Threads, Waiter, check_accept};
 use crate::virtio::VirtioDevice;
 
@@ -149,7 +150,7 @@ impl<D: VirtioDevice> Service<D> {
         let mut paused = false;
         self.waiter.watch(&self.listener)?;
         loop {
-            if let Some(request) = next_request(&mut self.waiter, &self.listener)? {
+            if let Some(request) = next_request(&mut self.waiter, &self.listener, EventSet::IN)? {
                 match request {
                     // No front-end is connected; the next one will read the new configuration.
                     OwnerRequest::CapacityChanged => drop(self.device.refresh_config()),
@@ -212,15 +213,15 @@ impl<D: VirtioDevice> Service<D> {
         channel: &mut Channel<'_>,
         paused: &mut bool,
     ) -> Outcome<()> {
-        match channel.wait_for_request()? {
-            None => session.handle(channel.receive()?, channel)?,
-            Some(OwnerRequest::CapacityChanged) => session.capacity_changed(),
-            Some(OwnerRequest::Pause(done)) => {
+        match channel.next()? {
+            NextEvent::Message(message) => session.handle(message, channel)?,
+            NextEvent::Owner(OwnerRequest::CapacityChanged) => session.capacity_changed(),
+            NextEvent::Owner(OwnerRequest::Pause(done)) => {
                 *paused = true;
                 session.set_paused(true)?;
                 let _ = done.send(());
             }
-            Some(OwnerRequest::Resume) => {
+            NextEvent::Owner(OwnerRequest::Resume) => {
                 *paused = false;
                 session.set_paused(false)?;
             }

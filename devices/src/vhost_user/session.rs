@@ -272,7 +272,7 @@ impl<D: VirtioDevice> FrontEndSession<'_, D> {
         match reply {
             Ok(Reply::Payload(payload)) => channel.reply(message.request, &payload, None),
             Ok(Reply::WithFile(payload, file)) => {
-                channel.reply(message.request, &payload, Some(&file))
+                channel.reply(message.request, &payload, Some(file))
             }
             Ok(Reply::Done) if acknowledge => {
                 channel.reply(message.request, &0_u64.to_ne_bytes(), None)
