@@ -294,6 +294,7 @@ mod tests {
     fn a_truncated_file_ends_the_session_and_takes_little_memory() {
         super::super::survive_truncated_memory().unwrap();
         const LEN: u64 = 256 << 20;
+        let _others = [shared(), shared()];
         let (mut memory, mut front_end) = shared();
         let (cut, whole) = (file(LEN), file(0x1000));
         for (region, file) in [

@@ -23,8 +23,11 @@ use std::sync::{Arc, OnceLock};
 use rustix::fs::{MemfdFlags, ftruncate, memfd_create};
 use vm_memory::{GuestMemoryRegion, GuestRegionMmap, MmapRegion};
 
-/// The most registered mappings in this process.
-const MAX_MAPPINGS: usize = 4096;
+use super::memory::MAX_REGIONS;
+
+/// The most registered mappings of a session: its regions, those that it has removed and a worker
+/// still uses, and the area of its chains in flight.
+const MAX_MAPPINGS: usize = 4 * MAX_REGIONS;
 /// How much of a truncated mapping is replaced at once, in bytes, and the size of a session's scrap
 /// file.
 const WINDOW: usize = 2 << 20;
@@ -36,29 +39,67 @@ struct TableEntry {
     len: AtomicUsize,
     /// Whether an access has met the end of the mapping's file.
     lost: AtomicBool,
+}
+
+/// The mappings of one session at a time, so that none takes the entries of another. The handler
+/// reads the tables of all sessions: they are never freed, and there are as many as there were
+/// sessions at the same time.
+struct SessionTable {
+    /// Whether a session has it.
+    taken: AtomicBool,
     /// Descriptors of the session's socket and scrap file.
     socket: AtomicI32,
     scrap: AtomicI32,
+    entries: [TableEntry; MAX_MAPPINGS],
+    next: OnceLock<&'static Self>,
+}
+
+impl SessionTable {
+    const fn new() -> Self {
+        Self {
+            taken: AtomicBool::new(false),
+            socket: AtomicI32::new(-1),
+            scrap: AtomicI32::new(-1),
+            entries: [const {
+                TableEntry {
+                    start: AtomicUsize::new(0),
+                    len: AtomicUsize::new(0),
+                    lost: AtomicBool::new(false),
+                }
+            }; MAX_MAPPINGS],
+            next: OnceLock::new(),
+        }
+    }
+
+    /// Takes a table that no session has.
+    fn take() -> &'static Self {
+        let mut table = &FIRST;
+        loop {
+            let (free, taken) = (Ordering::Acquire, Ordering::Relaxed);
+            if table
+                .taken
+                .compare_exchange(false, true, free, taken)
+                .is_ok()
+            {
+                return table;
+            }
+            let new = || &*Box::leak(Box::new(Self::new()));
+            table = table.next.get_or_init(new);
+        }
+    }
 }
 
 /// The length of an entry that is being filled, which the handler skips.
 const BEING_FILLED: usize = usize::MAX;
 
-static TABLE: [TableEntry; MAX_MAPPINGS] = [const {
-    TableEntry {
-        start: AtomicUsize::new(0),
-        len: AtomicUsize::new(0),
-        lost: AtomicBool::new(false),
-        socket: AtomicI32::new(-1),
-        scrap: AtomicI32::new(-1),
-    }
-}; MAX_MAPPINGS];
+static FIRST: SessionTable = SessionTable::new();
 
 /// What the handler needs of a session.
 pub(super) struct SessionGuard {
-    socket: OwnedFd,
-    /// A file in memory, [`WINDOW`] bytes long.
-    scrap: OwnedFd,
+    table: &'static SessionTable,
+    /// The descriptors in the table: the session's socket, and a file in memory, [`WINDOW`] bytes
+    /// long.
+    _descriptors: [OwnedFd; 2],
 }
 
 impl SessionGuard {
@@ -69,10 +110,21 @@ impl SessionGuard {
     pub(super) fn new(socket: BorrowedFd<'_>) -> io::Result<Arc<Self>> {
         let scrap = memfd_create("scrap", MemfdFlags::CLOEXEC)?;
         ftruncate(&scrap, WINDOW as u64)?;
+        let socket = socket.try_clone_to_owned()?;
+        let table = SessionTable::take();
+        table.socket.store(socket.as_raw_fd(), Ordering::Relaxed);
+        table.scrap.store(scrap.as_raw_fd(), Ordering::Relaxed);
         Ok(Arc::new(Self {
-            socket: socket.try_clone_to_owned()?,
-            scrap,
+            table,
+            _descriptors: [socket, scrap],
         }))
+    }
+}
+
+impl Drop for SessionGuard {
+    fn drop(&mut self) {
+        // Each mapping keeps its session, so all entries are free.
+        self.table.taken.store(false, Ordering::Release);
     }
 }
 
@@ -100,7 +152,7 @@ impl MappedRange for GuestRegionMmap {
 pub(super) struct GuardedMapping<T: MappedRange> {
     mapping: Arc<T>,
     entry: &'static TableEntry,
-    /// Keeps the descriptors in the entry open.
+    /// Keeps the table, and the descriptors in it.
     _session: Arc<SessionGuard>,
 }
 
@@ -108,7 +160,7 @@ impl<T: MappedRange> GuardedMapping<T> {
     /// Registers a mapping of a session until this value is dropped.
     ///
     /// # Errors
-    /// If the table is full.
+    /// If the session has too many.
     pub(super) fn new(mapping: Arc<T>, session: &Arc<SessionGuard>) -> io::Result<Self> {
         let (start, len) = mapping.range();
         let free = |entry: &&TableEntry| {
@@ -117,13 +169,15 @@ impl<T: MappedRange> GuardedMapping<T> {
                 .compare_exchange(0, BEING_FILLED, Ordering::AcqRel, Ordering::Relaxed)
                 .is_ok()
         };
-        let entry = TABLE.iter().find(free);
-        let entry = entry.ok_or_else(|| io::Error::other("too many mappings"))?;
+        let entry = session.table.entries.iter().find(free);
+        let entry = entry.ok_or_else(|| {
+            io::Error::other(format!(
+                "it has {MAX_MAPPINGS} mappings, with those of memory that it has removed while \
+                 requests use it"
+            ))
+        })?;
         entry.start.store(start, Ordering::Relaxed);
         entry.lost.store(false, Ordering::Relaxed);
-        let (socket, scrap) = (session.socket.as_raw_fd(), session.scrap.as_raw_fd());
-        entry.socket.store(socket, Ordering::Relaxed);
-        entry.scrap.store(scrap, Ordering::Relaxed);
         entry.len.store(len, Ordering::Release);
         Ok(Self {
             mapping,
@@ -203,10 +257,13 @@ unsafe fn map_over(start: usize, len: usize, flags: i32, fd: i32) -> bool {
 }
 
 /// The SIGBUS handler. It uses only what is safe in a signal handler: atomics and system calls.
+/// [`OnceLock::get`] is a load.
 extern "C" fn on_bus_error(signal: i32, info: *mut libc::siginfo_t, context: *mut libc::c_void) {
     // SAFETY: the kernel gives a valid siginfo_t with the address of the fault.
     let address = unsafe { (*info).si_addr() } as usize;
-    for entry in &TABLE {
+    let tables = std::iter::successors(Some(&FIRST), |table| table.next.get().copied());
+    let entries = tables.flat_map(|table| table.entries.iter().map(move |entry| (table, entry)));
+    for (table, entry) in entries {
         let len = entry.len.load(Ordering::Acquire);
         let start = entry.start.load(Ordering::Relaxed);
         if len == 0 || len == BEING_FILLED || address.wrapping_sub(start) >= len {
@@ -214,10 +271,10 @@ extern "C" fn on_bus_error(signal: i32, info: *mut libc::siginfo_t, context: *mu
         }
         entry.lost.store(true, Ordering::Release);
         // SAFETY: the descriptor is open as long as the entry is in use.
-        unsafe { libc::shutdown(entry.socket.load(Ordering::Relaxed), libc::SHUT_RDWR) };
+        unsafe { libc::shutdown(table.socket.load(Ordering::Relaxed), libc::SHUT_RDWR) };
         let first = start.max(address & !(WINDOW - 1));
         let window = (start + len - first).min(WINDOW - first % WINDOW);
-        let scrap = entry.scrap.load(Ordering::Relaxed);
+        let scrap = table.scrap.load(Ordering::Relaxed);
         let anonymous = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE;
         // A part of a huge page can't be replaced alone, nor can a mapping be split for ever.
         // SAFETY: as long as it is in the table, the range is a mapping of this process, and only
@@ -246,5 +303,35 @@ extern "C" fn on_bus_error(signal: i32, info: *mut libc::siginfo_t, context: *mu
         // SAFETY: without SA_SIGINFO a handler takes the signal's number alone.
         let chained: extern "C" fn(i32) = unsafe { std::mem::transmute(handler) };
         chained(signal);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::os::fd::AsFd;
+    use std::os::unix::net::UnixStream;
+
+    use super::*;
+
+    fn session() -> (Arc<SessionGuard>, UnixStream) {
+        let (ours, theirs) = UnixStream::pair().unwrap();
+        (SessionGuard::new(ours.as_fd()).unwrap(), theirs)
+    }
+
+    #[test]
+    fn a_session_takes_no_entry_of_another() {
+        let mapping = Arc::new(MmapRegion::<()>::new(0x1000).unwrap());
+        let guard = |session| GuardedMapping::new(Arc::clone(&mapping), session);
+        let sessions = [session(), session(), session()];
+        let taken = sessions.each_ref().map(|(session, _)| {
+            let taken: Vec<_> = (0..5000).map_while(|_| guard(session).ok()).collect();
+            assert!(guard(session).is_err());
+            taken
+        });
+        let counts = taken.each_ref().map(Vec::len);
+        assert!(counts.iter().all(|count| *count == counts[0]), "{counts:?}");
+        assert!(counts[0] > 2 * MAX_REGIONS);
+        drop(taken);
+        guard(&sessions[0].0).unwrap();
     }
 }
