@@ -5,7 +5,6 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::Instant;
 
-use super::CMD_PER_LUN;
 use super::request::{Address, GuestData, Layout, PendingCommand, Response, ScsiCommand, parse};
 use super::target::{ScsiTarget, TaskFunction, Wakeup};
 use super::worker::{Role, ScsiQueue};
@@ -207,11 +206,10 @@ impl<M: DeviceMemory> Role<M> for Commands<M> {
     }
 
     fn takes_chains(&self, queue: &ScsiQueue<M>) -> bool {
-        // A unit whose limits hold its commands does not hold up the others.
-        let crowded = |unit: &UnitQueue<_, _>| unit.is_starved() || unit.waiting() >= CMD_PER_LUN;
+        // A unit that is paused, or whose limits hold its commands, does not hold up the others.
         self.in_flight() < usize::from(queue.active.ring.size())
             && self.bytes_in_flight() < MAX_BYTES_IN_FLIGHT
-            && !self.units.iter().any(crowded)
+            && !self.is_starved()
     }
 
     fn take(

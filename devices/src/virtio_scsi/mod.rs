@@ -85,7 +85,7 @@ const MAX_SIZE: u32 = 252;
 /// The highest number that flat space addressing has.
 const MAX_LUN: u32 = 0x3fff;
 /// How many commands of a unit a driver should have in flight.
-const CMD_PER_LUN: usize = 128;
+const CMD_PER_LUN: u32 = 128;
 
 /// The most logical units of a target.
 pub const MAX_UNITS: usize = 16;
@@ -267,7 +267,7 @@ impl VirtioDevice for VirtioScsi {
             // A request also has a header and a response.
             u32::from(self.config.queue_size) - 2,
             (longest / SECTOR_SIZE) as u32,
-            CMD_PER_LUN as u32,
+            CMD_PER_LUN,
             EVENT as u32,
             self.sense_size.load(Ordering::Relaxed),
             self.cdb_size.load(Ordering::Relaxed),

@@ -65,10 +65,14 @@ impl OwnedTransport for MmioTransport<Memory, VirtioScsi> {
 }
 
 /// A target with these disks, and the handles of its units.
-pub fn target(disks: Vec<Arc<dyn Backend>>, queues: u16) -> (VirtioScsi, Vec<ScsiUnit>) {
+fn target(
+    disks: Vec<Arc<dyn Backend>>,
+    queues: u16,
+    queue_size: u16,
+) -> (VirtioScsi, Vec<ScsiUnit>) {
     let config = |number: usize| BlockConfig {
         queues,
-        queue_size: 64,
+        queue_size,
         serial: format!("unit {number}"),
         ..BlockConfig::default()
     };
@@ -84,8 +88,19 @@ pub fn target(disks: Vec<Arc<dyn Backend>>, queues: u16) -> (VirtioScsi, Vec<Scs
 
 /// A live target, with those of the `wanted` features that it offers.
 pub fn start(kind: Kind, disks: Vec<Arc<dyn Backend>>, queues: u16, wanted: u64) -> Driver {
+    start_sized(kind, disks, queues, 64, wanted)
+}
+
+/// The same, with rings of `queue_size` descriptors.
+pub fn start_sized(
+    kind: Kind,
+    disks: Vec<Arc<dyn Backend>>,
+    queues: u16,
+    queue_size: u16,
+    wanted: u64,
+) -> Driver {
     let memory = guest_memory();
-    let (device, units) = target(disks, queues);
+    let (device, units) = target(disks, queues, queue_size);
     let registers: Box<dyn Registers> = match kind {
         Kind::Mmio => Box::new(MmioDriver::new(device, Arc::clone(&memory))),
         Kind::VhostUser => {

@@ -19,6 +19,7 @@ on_both_transports!(
     events_wait_for_buffers,
     without_change_there_are_no_events,
     a_paused_unit_holds_up_no_other,
+    a_paused_unit_with_many_commands_holds_up_no_other,
     a_limited_unit_holds_up_no_other,
     a_look_up_of_extents_holds_up_no_other_command,
     exclusive_commands_wait_across_queues,
@@ -169,6 +170,25 @@ fn a_paused_unit_holds_up_no_other(kind: Kind) {
     assert_eq!(head, posted.head);
     assert_eq!(driver.command_answer(&posted, written).verdict(), (OK, 0));
     assert_eq!(read(&mut driver, 0, 3, 512), [7; 512]);
+}
+
+/// More than a driver should have in flight.
+fn a_paused_unit_with_many_commands_holds_up_no_other(kind: Kind) {
+    let mut driver = start_sized(kind, disks(2), 1, 512, EVERYTHING);
+    driver.metrics[0].control.pause().unwrap();
+    let posted: Vec<_> = (0..200)
+        .map(|id| driver.post_command(REQUESTS, lun(0), id, &[0; 6], &[], 0))
+        .collect();
+    driver.kick(REQUESTS);
+    for lba in 0..8 {
+        write(&mut driver, 1, lba, &[9; 512]);
+    }
+    driver.metrics[0].control.resume();
+    for _ in &posted {
+        let (head, written) = driver.next_used(REQUESTS);
+        let command = posted.iter().find(|command| command.head == head).unwrap();
+        assert_eq!(driver.command_answer(command, written).verdict(), (OK, 0));
+    }
 }
 
 fn a_limited_unit_holds_up_no_other(kind: Kind) {
