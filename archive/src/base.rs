@@ -105,6 +105,7 @@ impl BaseCopy {
     ///
     /// # Errors
     /// [`ErrorKind::Unavailable`]: the same chunks are copied by the next call.
+    /// [`ErrorKind::InvalidInput`]: no manifest can name so many; nothing more is sent.
     pub(crate) fn step(
         &mut self,
         archive: &Archive,
@@ -141,17 +142,18 @@ impl BaseCopy {
             }
             found.push(hash);
         }
+        let named = self.named + found.iter().map(named_bytes).sum::<u64>();
+        if named > object::MOST_BYTES - OTHER_BYTES {
+            return Err(object::too_large());
+        }
         let puts = new.iter().map(|(hash, bytes)| async {
             let name = layout::chunk(hash);
             archive.put(&name, bytes).await
         });
         archive.block_on(archive.in_order(puts, |()| Ok(true)))?;
         self.sent.extend(new.into_iter().map(|(hash, _)| hash));
-        self.named += found.iter().map(named_bytes).sum::<u64>();
+        self.named = named;
         copy.chunks.extend(found);
-        if self.named > object::MOST_BYTES - OTHER_BYTES {
-            return Err(object::too_large());
-        }
         self.progress.passed += passed;
         self.progress.sent += sent;
         Ok(self.images.iter().all(|copy| copy.next().is_none()))
@@ -191,20 +193,19 @@ pub(crate) async fn is_expiring(archive: &Archive, now_us: u64) -> Result<bool> 
 }
 
 /// The chunks of those named that the store lacks.
-pub(crate) async fn lost_chunks(
+pub(crate) async fn lost_chunks<'a>(
     archive: &Archive,
-    named: impl Iterator<Item = &str>,
+    named: impl Iterator<Item = &'a str>,
 ) -> Result<HashSet<String>> {
-    let listed = archive.list(layout::CHUNKS).await?;
-    let listed: HashSet<[u8; 32]> = listed
-        .iter()
-        .filter_map(|chunk| object::digest(chunk.name.rsplit('/').next()?))
-        .collect();
+    let mut unlisted: HashSet<&str> = named.collect();
+    let listed = archive.visit(layout::CHUNKS, None, |chunk| {
+        unlisted.remove(chunk.name.rsplit('/').next().unwrap_or_default());
+    });
+    listed.await?;
     let mut lost = HashSet::new();
-    for hash in named {
-        let there = object::digest(hash).is_some_and(|hash| listed.contains(&hash));
+    for hash in unlisted {
         // A list may lag behind.
-        if !there && !lost.contains(hash) && !archive.has(&layout::chunk(hash)).await? {
+        if !archive.has(&layout::chunk(hash)).await? {
             lost.insert(hash.to_owned());
         }
     }

@@ -182,7 +182,12 @@ async fn remove_old(
     notice: Option<&str>,
 ) -> Result<ExpireReport> {
     // The chunks first: what comes later belongs to a copy that is newer than this list.
-    let chunks = archive.list(layout::CHUNKS).await?;
+    let mut chunks = Vec::new();
+    let each = |chunk: ListEntry| {
+        let hash = chunk.name.rsplit('/').next().and_then(object::digest);
+        chunks.extend(hash.map(|hash| (hash, chunk.bytes, chunk.modified_us)));
+    };
+    archive.visit(layout::CHUNKS, None, each).await?;
     // Leases and notices that have ended, parts and chunks.
     let (leased, mut gone) = leased(archive, now_us).await?;
     gone.extend(renewed(archive, layout::EXPIRING, now_us).await?.1);
@@ -215,13 +220,11 @@ async fn remove_old(
     }
     let sent_before = now_us.saturating_sub(options.grace.as_micros() as u64);
     // A manifest that can't be read may name any chunk, and be whole again tomorrow.
-    for chunk in chunks.into_iter().filter(|_| !damaged) {
-        let hash = chunk.name.rsplit('/').next().unwrap_or_default();
-        let is_named = object::digest(hash).is_none_or(|hash| named.contains(&hash));
-        if !is_named && chunk.modified_us <= sent_before {
+    for (hash, bytes, modified_us) in chunks.into_iter().filter(|_| !damaged) {
+        if !named.contains(&hash) && modified_us <= sent_before {
             report.chunks += 1;
-            report.bytes += chunk.bytes;
-            gone.push(chunk.name);
+            report.bytes += bytes;
+            gone.push(layout::chunk(&object::hex(&hash)));
         }
     }
     if let Some(notice) = notice {

@@ -11,7 +11,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, UNIX_EPOCH};
 
 use bytes::Bytes;
-use futures_util::{StreamExt, TryStreamExt, stream};
+use futures_util::{StreamExt, stream};
 use object_store::aws::AmazonS3Builder;
 use object_store::local::LocalFileSystem;
 use object_store::path::Path as Key;
@@ -360,39 +360,52 @@ impl Archive {
         folder: &str,
         after: Option<&str>,
     ) -> Result<Vec<ListEntry>> {
+        let mut listed = Vec::new();
+        let each = |entry| listed.push(entry);
+        self.visit(folder, after, each).await?;
+        listed.sort_by(|one: &ListEntry, other| one.name.cmp(&other.name));
+        Ok(listed)
+    }
+
+    /// Hands them to `each`, in any order.
+    pub(crate) async fn visit(
+        &self,
+        folder: &str,
+        after: Option<&str>,
+        mut each: impl FnMut(ListEntry),
+    ) -> Result<()> {
         self.counters.lists.fetch_add(1, Ordering::Relaxed);
         let folder_key = self.key(folder);
-        let listed = match after {
+        let mut listed = match after {
             Some(name) => {
                 let name = self.key(name);
                 self.store.list_with_offset(Some(&folder_key), &name)
             }
             None => self.store.list(Some(&folder_key)),
         };
-        let listed = listed.take(MOST_LISTED + 1).try_filter_map(async |found| {
+        let mut count = 0;
+        while let Some(found) = listed.next().await {
+            let found = match found {
+                Err(object_store::Error::NotFound { .. }) => break,
+                found => found.map_err(|error| self.failed("list", folder, &error))?,
+            };
+            count += 1;
+            if count > MOST_LISTED {
+                let why = format!("the store's list has more than {MOST_LISTED} names, or no end");
+                return Err(Error::damaged(folder, why));
+            }
             // The store's names are encoded, and so is the prefix.
-            let parts = found.location.prefix_match(&self.prefix);
-            let name = parts.map(|parts| {
-                let parts: Vec<_> = parts.map(|part| part.as_ref().to_owned()).collect();
-                parts.join("/")
-            });
-            Ok(name.map(|name| ListEntry {
-                name,
+            let Some(parts) = found.location.prefix_match(&self.prefix) else {
+                continue;
+            };
+            let parts: Vec<_> = parts.map(|part| part.as_ref().to_owned()).collect();
+            each(ListEntry {
+                name: parts.join("/"),
                 bytes: found.size,
                 modified_us: found.last_modified.timestamp_micros().max(0) as u64,
-            }))
-        });
-        let listed: std::result::Result<Vec<_>, _> = listed.try_collect().await;
-        let mut listed = match listed {
-            Err(object_store::Error::NotFound { .. }) => Vec::new(),
-            listed => listed.map_err(|error| self.failed("list", folder, &error))?,
-        };
-        if listed.len() > MOST_LISTED {
-            let why = format!("the store's list has more than {MOST_LISTED} names, or no end");
-            return Err(Error::damaged(folder, why));
+            });
         }
-        listed.sort_by(|one, other| one.name.cmp(&other.name));
-        Ok(listed)
+        Ok(())
     }
 
     /// Carries out several requests at once. `each` gets the results in order.

@@ -31,6 +31,8 @@ pub(super) struct FaultyStore {
     read_only: bool,
     /// Has every object, as far as HEAD tells.
     pub(super) has_all: bool,
+    /// Its lists have so many chunks too.
+    pub(super) chunks: u64,
     /// Names that its lists have told.
     pub(super) listed: Arc<AtomicU64>,
     /// Lets another thread do something before each request that reads an object.
@@ -58,6 +60,7 @@ impl FaultyStore {
             careless: false,
             read_only: false,
             has_all: false,
+            chunks: 0,
             listed: Arc::default(),
             turns: Mutex::default(),
             unsynced: 0.into(),
@@ -235,6 +238,18 @@ impl ObjectStore for FaultyStore {
     }
 
     fn list(&self, prefix: Option<&Path>) -> BoxStream<'static, Result<ObjectMeta>> {
+        if self.chunks > 0 && prefix.is_some_and(|prefix| prefix.filename() == Some("chunks")) {
+            let chunk = |number: u64| {
+                Ok(ObjectMeta {
+                    location: format!("a/log/chunks/00/{number:064x}").into(),
+                    last_modified: std::time::SystemTime::now().into(),
+                    size: 1,
+                    e_tag: None,
+                    version: None,
+                })
+            };
+            return stream::iter((0..self.chunks).map(chunk)).boxed();
+        }
         match self.fault().map(|fault| fault % 2) {
             None => {
                 let listed = self.listed.clone();

@@ -4,6 +4,7 @@ mod damage;
 mod faulty;
 mod follow;
 mod history;
+mod large;
 mod serving;
 mod strange;
 

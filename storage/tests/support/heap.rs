@@ -13,6 +13,7 @@ static CALLS: AtomicU64 = AtomicU64::new(0);
 
 thread_local! {
     static BYTES: Cell<isize> = const { Cell::new(0) };
+    static MOST: Cell<isize> = const { Cell::new(0) };
     static LONGEST: Cell<usize> = const { Cell::new(0) };
 }
 
@@ -22,7 +23,9 @@ fn footprint(size: usize) -> isize {
 }
 
 fn count(bytes: isize) {
-    BYTES.with(|sum| sum.set(sum.get() + bytes));
+    let sum = BYTES.get() + bytes;
+    BYTES.set(sum);
+    MOST.set(MOST.get().max(sum));
 }
 
 fn note(size: usize) {
@@ -45,6 +48,15 @@ pub fn take_longest() -> usize {
 #[allow(dead_code)]
 pub fn bytes() -> isize {
     BYTES.get()
+}
+
+/// How many bytes of heap this thread has had at once during this, more than before.
+#[allow(dead_code)]
+pub fn most_during(work: impl FnOnce()) -> isize {
+    let before = BYTES.get();
+    MOST.set(before);
+    work();
+    MOST.get() - before
 }
 
 // SAFETY: the system's allocator does all the work; counting touches no memory of it and allocates
