@@ -139,14 +139,15 @@ impl Claim {
 pub(crate) async fn claim(archive: &Archive, claim: &Claim) -> Result<()> {
     let text = serde_json::to_vec_pretty(claim).map_err(object::not_json)?;
     let name = layout::epoch(claim.epoch);
-    match archive.create(&name, &Bytes::from(text)).await? {
-        CreateOutcome::Done => Ok(()),
-        CreateOutcome::Taken(found) => match Claim::of(&found, &name, claim.epoch) {
-            // An earlier attempt of ours, whose answer was lost.
-            ours if ours.writer == claim.writer && ours.after == claim.after => Ok(()),
-            theirs => Err(lost(archive, &theirs)),
-        },
+    if let CreateOutcome::Taken(found) = archive.create(&name, &Bytes::from(text)).await? {
+        let found = Claim::of(&found, &name, claim.epoch);
+        // Or an earlier attempt of ours, whose answer was lost.
+        if found.writer != claim.writer || found.after != claim.after {
+            return Err(lost(archive, &found));
+        }
     }
+    archive.anchor(&name);
+    Ok(())
 }
 
 /// Refuses to go on if a later epoch than this one was claimed.

@@ -6,8 +6,8 @@
 
 use std::future::Future;
 use std::path::{Path, PathBuf};
-use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex};
 use std::time::{Duration, UNIX_EPOCH};
 
 use bytes::Bytes;
@@ -45,6 +45,8 @@ pub struct Archive {
     /// What can be read may not be durable: the store is a directory.
     pub(crate) cached: bool,
     directory: Option<PathBuf>,
+    /// This object is in the directory, or that is not the archive any more.
+    anchor: Mutex<Option<Key>>,
     pub(crate) fencing: bool,
     runtime: Runtime,
     counters: Counters,
@@ -132,6 +134,7 @@ impl Archive {
             shown,
             cached: false,
             directory: None,
+            anchor: Mutex::default(),
             fencing,
             runtime,
             counters: Counters::default(),
@@ -162,16 +165,20 @@ impl Archive {
 
     /// The error for a request that failed.
     fn failed(&self, doing: &str, name: &str, error: &object_store::Error) -> Error {
-        let kind = match error {
-            object_store::Error::NotFound { .. } => ErrorKind::NotFound,
-            _ => ErrorKind::Unavailable,
-        };
-        let advice = match error {
+        let (kind, advice) = match error {
+            object_store::Error::NotFound { .. } => (ErrorKind::NotFound, ""),
             object_store::Error::PermissionDenied { .. }
-            | object_store::Error::Unauthenticated { .. } => {
-                "; check the keys and what they may do"
-            }
-            _ => "",
+            | object_store::Error::Unauthenticated { .. } => (
+                ErrorKind::Unavailable,
+                "; check the keys and what they may do",
+            ),
+            _ if self.directory.is_some() && is_denied(error) => (
+                ErrorKind::Local,
+                "; if its file system was mounted again, or the directory replaced, since this \
+                 process has started, start the process again: Landlock keeps it to the directory \
+                 that was there; otherwise check the directory's owner and mode",
+            ),
+            _ => (ErrorKind::Unavailable, ""),
         };
         let message = one_line(&error.to_string());
         Error::new(
@@ -286,7 +293,37 @@ impl Archive {
         };
         let payload = PutPayload::from_bytes(bytes.clone());
         let key = self.key(name);
-        self.store.put_opts(&key, payload, options).await.map(drop)
+        self.look_for_anchor().await?;
+        self.store.put_opts(&key, payload, options).await?;
+        // It may have been put into what another file system is mounted over now, or was.
+        self.look_for_anchor().await
+    }
+
+    /// From now on, a directory that does not have this object counts as another one.
+    pub(crate) fn anchor(&self, name: &str) {
+        if self.directory.is_some()
+            && let Ok(mut anchor) = self.anchor.lock()
+        {
+            *anchor = Some(self.key(name));
+        }
+    }
+
+    async fn look_for_anchor(&self) -> std::result::Result<(), object_store::Error> {
+        let anchor = self.anchor.lock().map_or(None, |anchor| anchor.clone());
+        let Some(anchor) = anchor else {
+            return Ok(());
+        };
+        match self.store.head(&anchor).await {
+            Err(object_store::Error::NotFound { .. }) => Err(object_store::Error::Generic {
+                store: "directory",
+                source: format!(
+                    "it lacks {anchor}: its file system is not mounted, or another directory is in \
+                     its place; mount it, or put it back"
+                )
+                .into(),
+            }),
+            found => found.map(drop),
+        }
     }
 
     /// Whether the store refuses to create an object twice.
@@ -422,6 +459,17 @@ impl Archive {
         }
         Ok(())
     }
+}
+
+/// Whether the system has refused something.
+fn is_denied(error: &object_store::Error) -> bool {
+    let mut causes = std::iter::successors(Some(error as &dyn std::error::Error), |error| {
+        error.source()
+    });
+    causes.any(|cause| {
+        let cause = cause.downcast_ref::<std::io::Error>();
+        cause.is_some_and(|cause| cause.kind() == std::io::ErrorKind::PermissionDenied)
+    })
 }
 
 /// Whether a file is one that is renamed once it is whole: `NAME#1`.

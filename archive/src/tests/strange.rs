@@ -20,6 +20,7 @@ use crate::remote::{Archive, CreateOutcome};
 use crate::restore::RestoreReport;
 use crate::survey::survey;
 use crate::uploader::{UploadOptions, Uploader, now_us};
+use crate::url::ArchiveUrl;
 
 /// The newest manifest.
 fn newest_base(archive: &Archive) -> ObjectId {
@@ -406,4 +407,37 @@ fn a_disk_named_log_comes_back_beside_another() {
         .map(|disk| bytes_of(&disk.path, &back.log_dir)[0])
         .collect();
     assert_eq!(images, [0, 5]);
+}
+
+/// The file system of an archive in a directory is not mounted for a while.
+#[test]
+fn nothing_goes_to_a_directory_that_does_not_have_the_archive() {
+    let (bench, _, store) = Bench::in_use(Retention::Nothing);
+    let [place, away] = ["archive", "away"].map(|name| bench.dir.path().join(name));
+    std::fs::create_dir(&place).unwrap();
+    let url: ArchiveUrl = format!("file://{}", place.display()).parse().unwrap();
+    let archive = Archive::open(&url).unwrap();
+    let mut up = uploader(&archive, &bench);
+    settle(&mut up);
+    std::fs::rename(&place, &away).unwrap();
+    std::fs::create_dir(&place).unwrap();
+    write(&store.disks()[0], 3, 9, 1);
+    let newest = mark(&store.disks()[0]).lsn;
+    for _ in 0..3 {
+        let kept = &mut |lsn| assert!(lsn < newest, "nothing has it");
+        let told = up.tick_and_tell(kept).unwrap_err();
+        assert_eq!(told.kind(), ErrorKind::Unavailable);
+        let told = told.to_string();
+        assert!(
+            told.contains("is not mounted, or another directory"),
+            "{told}"
+        );
+    }
+    let strays = std::fs::read_dir(&place).unwrap().count();
+    assert_eq!(strays, 0);
+    std::fs::remove_dir(&place).unwrap();
+    std::fs::rename(&away, &place).unwrap();
+    assert_eq!(settle(&mut up).last.lsn, newest);
+    assert_eq!(bench.bytes_at(&archive, Point::Newest)[3 * 512], 9);
+    store.close().unwrap();
 }

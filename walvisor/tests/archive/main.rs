@@ -535,6 +535,39 @@ fn with_archive_sync_no_flush_succeeds_once_a_replica_was_promoted() {
     );
 }
 
+/// As a file system that is mounted again: Landlock keeps the push to the directory that was there.
+#[test]
+fn with_archive_sync_flushes_fail_once_the_directory_of_the_archive_is_another() {
+    let (place, home, elsewhere) = two_hosts();
+    let [store, away] = ["store", "away"].map(|name| place.path().join(name));
+    fs::create_dir(&store).unwrap();
+    let url = format!("file://{}", store.display());
+    create(&home, "disk.img", "1M");
+    let (daemon, mut client) = start_synchronous(&home, &url);
+    let mut written = 0;
+    write_next(&mut client, &mut written);
+    fs::rename(&store, &away).unwrap();
+    done(foreign(&home, "cp").args(["-r", "../away", "../store"]));
+    if try_next(&mut client, &mut written) {
+        println!("skipped: this kernel has no Landlock");
+        return;
+    }
+    let told = archive_of(&home);
+    let error = told["error"].as_str().unwrap();
+    for words in ["mounted again", "start the process again"] {
+        assert!(error.contains(words), "{error}");
+    }
+    drop(client);
+    daemon.stop();
+    let (daemon, mut client) = start_synchronous(&home, &url);
+    write_next(&mut client, &mut written);
+    drop(client);
+    daemon.stop();
+    run(&elsewhere, &format!("restore {url} back"));
+    let newest = exported(&elsewhere, "back/disk.img").into_iter().max();
+    assert_eq!(newest, Some(written));
+}
+
 /// The store is away while a client writes: its writes wait once the archive lacks its limit, and
 /// go on when it is back. The archive has no hole. A daemon with writes that wait ends all the same.
 #[test]
