@@ -19,7 +19,7 @@ const FRAME: usize = 8 + 4 + 4 + 8;
 /// Bytes of the checksum at the end.
 const SUM: usize = 32;
 /// Most bytes of header and body.
-pub(crate) const MOST_BYTES: u64 = if cfg!(test) { 2 << 20 } else { 256 << 20 };
+pub(crate) const MOST_BYTES: u64 = if cfg!(test) { 3 << 19 } else { 256 << 20 };
 /// Most bytes of a chunk, as it is in the image.
 const MOST_CHUNK_BYTES: u64 = 64 << 20;
 /// The level of zstd: what a processor compresses faster than a network takes it.

@@ -29,7 +29,7 @@ const CHUNKS: usize = 20_000;
 fn images_that_no_manifest_can_name_are_refused_before_they_are_sent() {
     let bench = Bench::new(&[], Retention::Nothing);
     let (archive, options) = (bench.archive(), options(Retention::Nothing));
-    create_disk(&bench.disk("a"), 16 << 30, &bench.log(), &options).unwrap();
+    create_disk(&bench.disk("a"), 8 << 30, &bench.log(), &options).unwrap();
     let mut up = uploader(&archive, &bench);
     let refused = loop {
         up.tick().unwrap();
@@ -41,7 +41,7 @@ fn images_that_no_manifest_can_name_are_refused_before_they_are_sent() {
     let told = refused.to_string();
     assert!(told.contains("more than an archive can name"), "{told}");
     // However often it is tried.
-    for _ in 0..200 {
+    for _ in 0..100 {
         assert!(up.tick().unwrap().caught_up);
         assert!(up.take_copy_error().is_some());
     }
