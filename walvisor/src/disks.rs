@@ -57,6 +57,8 @@ pub enum RemovedDisk {
     InLog,
     /// What the image lacks is in a file beside the log.
     Kept,
+    /// A restore has not fetched all of the image.
+    Unfetched,
 }
 
 impl OpenLogs {
@@ -218,6 +220,8 @@ impl OpenLogs {
         let keeps =
             |disk: &Disk| disk.retain() != Retention::Nothing || !disk.snapshots().is_empty();
         let keeps_history = store.disks().iter().any(keeps);
+        let mut removed = store.disks().iter().filter(|disk| disk.path() == path);
+        let unfetched = removed.any(|disk| disk.unfetched() > 0);
         if keep_records {
             store.remove_disk_keeping_records(path)?;
         } else {
@@ -230,6 +234,8 @@ impl OpenLogs {
             RemovedDisk::InLog
         } else if keep_records {
             RemovedDisk::Kept
+        } else if unfetched {
+            RemovedDisk::Unfetched
         } else {
             RemovedDisk::Complete
         })

@@ -6,7 +6,7 @@ use std::thread;
 
 use walvisor_storage::{
     FetchMap, Image, ImageReader, LogRoot, clone_disk, default_log_dir, import_disk, inspect,
-    resize_disk,
+    leave_log, resize_disk,
 };
 use walvisor_testkit::{PATIENCE, Random};
 
@@ -329,6 +329,43 @@ fn an_export_waits_for_the_chunks() {
     });
     done.unwrap();
     assert!(bytes.unwrap() == wanted);
+}
+
+/// The log has no records, so nothing has to be copied to an image that lacks chunks. Still nobody
+/// makes a plain raw image of it, or says that it is complete.
+#[test]
+fn no_command_takes_an_image_for_complete_that_lacks_chunks() {
+    let (bench, archive, store) = Bench::in_use(Retention::Nothing);
+    let disk = &store.disks()[0];
+    for chunk in 0..SECTORS / CHUNK {
+        write(disk, chunk * CHUNK, 1, CHUNK as usize);
+    }
+    disk.checkpoint().unwrap();
+    settle(&mut uploader(&archive, &bench));
+    store.close().unwrap();
+    let faulty = Arc::new(FaultyStore::new(bench.store.clone(), 0, 0));
+    let dir = bench.dir.path().join("restored");
+    let (done, used) = served((&faulty, 0), &dir, Point::Newest, |report| {
+        let (image, log) = (&report.disks[0].path, &report.log_dir);
+        let left = leave_log(image, log, &[]).map(drop).unwrap_err();
+        assert!(left.to_string().contains("not all of the image"), "{left}");
+        let disks = [DiskOptions::new(image)];
+        let store = Store::open(log, &disks, &options(Retention::Nothing)).unwrap();
+        let disk = &store.disks()[0];
+        assert!(disk.unfetched() > 0);
+        let copied = disk.checkpoint().unwrap_err();
+        assert!(
+            copied.to_string().contains("not all of the image"),
+            "{copied}"
+        );
+        store.close().unwrap();
+        assert!(inspect(image, log).unwrap().unfetched > 0);
+        faulty.fail_after(u64::MAX);
+    });
+    (done.unwrap(), used.unwrap());
+    let (image, log) = (dir.join("a"), dir.join("a.wal"));
+    leave_log(&image, &log, &[]).unwrap();
+    assert!(std::fs::read(&image).unwrap().iter().all(|byte| *byte == 1));
 }
 
 /// A restore was ended; when it is run again there are newer images, with zeroes in a chunk that it

@@ -68,15 +68,26 @@ impl Disk {
     /// don't count: what they lack is in spill files.
     ///
     /// # Errors
-    /// If the log had failed, is being closed, or the copy fails, or this disk's image does.
-    /// Nothing is lost.
+    /// If the log had failed, is being closed, or the copy fails, or this disk's image does; or
+    /// [`ErrorKind::Locked`](crate::ErrorKind::Locked) if a restore has not fetched all of the
+    /// image. Nothing is lost.
     pub fn checkpoint(&self) -> Result<u64> {
         let newest = self.log.lock().pipeline.appended();
         self.log.order(KeeperTask::Checkpoint(newest))?;
         if self.state.base.is_spilled() {
             self.log.order(KeeperTask::CopyBack(self.state.clone()))?;
         }
+        match self.state.base.file().chunk_gate() {
+            Some(gate) => gate.refuse_absent(self.path())?,
+            None => {}
+        }
         Ok(newest)
+    }
+
+    /// Bytes of the image that a restore has still to fetch.
+    pub fn unfetched(&self) -> u64 {
+        let gate = self.state.base.file().chunk_gate();
+        gate.map_or(0, |gate| gate.absent_bytes())
     }
 
     /// Makes a snapshot of the present state of all disks of the log, including everything written

@@ -420,6 +420,18 @@ impl FetchMap {
         states.all(|chunk| chunk.load(Ordering::Acquire) == state::FETCHED)
     }
 
+    /// Refuses an image that lacks chunks.
+    ///
+    /// # Errors
+    /// [`ErrorKind::Locked`].
+    pub(crate) fn refuse_absent(&self, image: &Path) -> Result<()> {
+        if self.is_complete() {
+            Ok(())
+        } else {
+            Err(unready(image))
+        }
+    }
+
     /// Bytes of the chunks that the image lacks, the last one counted as a whole.
     pub(crate) fn absent_bytes(&self) -> u64 {
         let absent = |chunk: &&AtomicU8| chunk.load(Ordering::Acquire) != state::FETCHED;

@@ -160,6 +160,11 @@ impl ChunkGate {
         self.map.absent_bytes()
     }
 
+    /// See [`FetchMap::refuse_absent`].
+    pub(crate) fn refuse_absent(&self, image: &Path) -> Result<()> {
+        self.map.refuse_absent(image)
+    }
+
     /// Lets reads wait for chunks for some seconds more at most.
     pub(crate) fn limit_waits(&self) {
         let mut refusal = self.refusal.lock().expect("refusal lock");

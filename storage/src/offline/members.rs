@@ -134,9 +134,13 @@ type OldLog<'a> = (&'a Path, &'a [PathBuf]);
 /// `detached`: those to which the log may have to be copied first.
 ///
 /// # Errors
-/// As [`inspect`](crate::inspect); or if the copy fails. The disk is then still on the log.
+/// As [`inspect`](crate::inspect); if the copy fails; or [`ErrorKind::Locked`] if a restore has not
+/// fetched all of the image. The disk is then still on the log.
 pub fn leave_log(path: &Path, log_dir: &Path, detached: &[PathBuf]) -> Result<Vec<PathBuf>> {
     let (base, mut control, place) = open_emptied(path, (log_dir, detached))?;
+    if let Some(gate) = base.file.chunk_gate() {
+        gate.refuse_absent(path)?;
+    }
     LogLocation::remove(base.file.as_ref());
     let unmarked = base.file.write_mark(None);
     let unmarked = unmarked.and_then(|_| base.file.sync_all());

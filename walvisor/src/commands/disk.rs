@@ -336,11 +336,7 @@ fn check(disk: &DiskPath, threads: Threads, json: bool) -> Result<(), CommandErr
         if json {
             say!("{}", to_json(&disk.path, &disk.log(), &report));
         }
-        return Err(CommandError::Failed(format!(
-            "{name}: not whole: 'walvisor archive restore' has still to fetch {} of the image; wait \
-             until it ends, or run it again if it was ended too early",
-            human_size(report.unfetched)
-        )));
+        return Err(not_whole(disk, report.unfetched));
     }
     match (&report.log, json) {
         (_, true) => say!("{}", to_json(&disk.path, &disk.log(), &report)),
@@ -462,6 +458,16 @@ fn discard(disk: &DiskPath, yes: bool, json: bool) -> Result<(), CommandError> {
     Ok(())
 }
 
+/// The error for an image that lacks so many bytes.
+fn not_whole(disk: &DiskPath, unfetched: u64) -> CommandError {
+    CommandError::Failed(format!(
+        "{}: not whole: 'walvisor archive restore' has still to fetch {} of the image; wait until it \
+         ends, or run it again if it was ended too early",
+        disk.path.display(),
+        human_size(unfetched)
+    ))
+}
+
 fn checkpoint(
     disk: &DiskPath,
     give_up_history: bool,
@@ -469,6 +475,9 @@ fn checkpoint(
 ) -> Result<(), CommandError> {
     let log = disk.log();
     let report = storage::inspect(&disk.path, &log).map_err(CommandError::failed)?;
+    if report.unfetched > 0 {
+        return Err(not_whole(disk, report.unfetched));
+    }
     // A disk without a log is already what a checkpoint leaves, a plain raw image, so no log is
     // made.
     let Some(report) = report.log else {

@@ -454,6 +454,13 @@ impl ControlledProcess {
                 "note": "what the image lacks is in a file beside the log: open the disk together \
                     with its log",
             })),
+            Ok(RemovedDisk::Unfetched) => Ok(json!({
+                "disk": name,
+                "image": "incomplete",
+                "log": log,
+                "note": "'walvisor archive restore' has not fetched all of its image: open the disk \
+                    together with its log, or run the restore again to its end",
+            })),
             Err(RemovalError { reason, disk }) => {
                 if let Some(disk) = disk {
                     disk.throttle.set(limits);
