@@ -33,6 +33,7 @@ fn images_that_no_manifest_can_name_are_refused_before_they_are_sent() {
     let mut up = uploader(&archive, &bench);
     let refused = loop {
         up.tick().unwrap();
+        assert_eq!(copies(&archive), 0);
         if let Some(error) = up.take_copy_error() {
             break error;
         }
