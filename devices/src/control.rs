@@ -26,6 +26,7 @@
 use std::io;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, Weak};
+use std::time::Duration;
 
 use crate::backend::Backend;
 
@@ -52,7 +53,8 @@ pub trait DeviceControl: Send + Sync {
     /// Stops taking requests, and returns when all requests taken are answered.
     ///
     /// # Errors
-    /// If the driver or a client prevents that. The device then keeps running.
+    /// If the disk does not answer them in the time for which the device waits, which is 10 seconds
+    /// if a thread other than the driver's serves it. The device then keeps running.
     fn pause(&self) -> io::Result<()>;
 
     /// Takes requests again, starting with those that arrived during the pause.
@@ -175,6 +177,15 @@ pub(crate) trait GateWatcher: Send + Sync {
     fn wake(&self);
 }
 
+/// How long requests in flight may delay a pause.
+pub(crate) const PAUSE_TIME: Duration = Duration::from_secs(10);
+
+/// The error of a pause that they delay for longer.
+pub(crate) fn silent_disk() -> io::Error {
+    let reason = "the disk does not answer its requests in flight";
+    io::Error::new(io::ErrorKind::TimedOut, reason)
+}
+
 /// A gate that the requests of any number of threads pass on their way to a disk. Closing it waits
 /// until no request is inside.
 #[derive(Default)]
@@ -220,15 +231,40 @@ impl Gate {
 
     /// Closes the gate, and returns when no request is inside.
     pub(crate) fn close(&self) {
+        self.refuse();
+        let wait = self.empty.wait_while(self.lock(), |_| self.is_occupied());
+        drop(wait.unwrap_or_else(PoisonError::into_inner));
+    }
+
+    /// [Closes](Self::close) the gate for a pause.
+    ///
+    /// # Errors
+    /// If a request is still inside after [`PAUSE_TIME`]. The gate is open then.
+    pub(crate) fn pause(&self) -> io::Result<()> {
+        self.close_within(PAUSE_TIME)
+    }
+
+    fn close_within(&self, time: Duration) -> io::Result<()> {
+        self.refuse();
+        let occupied = |_: &mut _| self.is_occupied();
+        let wait = self.empty.wait_timeout_while(self.lock(), time, occupied);
+        let (guard, timeout) = wait.unwrap_or_else(PoisonError::into_inner);
+        drop(guard);
+        if timeout.timed_out() {
+            self.open();
+            return Err(silent_disk());
+        }
+        Ok(())
+    }
+
+    /// Lets no more requests in.
+    fn refuse(&self) {
         self.closed.store(true, Ordering::SeqCst);
         self.wake_watchers();
-        let mut watchers = self.lock();
-        while self.inside.load(Ordering::SeqCst) > 0 {
-            watchers = self
-                .empty
-                .wait(watchers)
-                .unwrap_or_else(PoisonError::into_inner);
-        }
+    }
+
+    fn is_occupied(&self) -> bool {
+        self.inside.load(Ordering::SeqCst) > 0
     }
 
     /// Opens the gate.
@@ -265,5 +301,24 @@ impl<'a> GateGuard<'a> {
 impl Drop for GateGuard<'_> {
     fn drop(&mut self) {
         self.0.leave();
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_gate_that_cannot_be_closed_in_time_is_open() {
+        let gate = Gate::default();
+        assert!(gate.enter());
+        assert!(gate.close_within(Duration::ZERO).is_err());
+        assert!(gate.enter());
+        gate.leave();
+        gate.leave();
+        gate.close_within(Duration::ZERO).unwrap();
+        assert!(!gate.enter());
+        gate.open();
+        assert!(gate.enter());
     }
 }

@@ -226,8 +226,7 @@ impl DeviceControl for ExportControl {
     }
 
     fn pause(&self) -> io::Result<()> {
-        self.gate.close();
-        Ok(())
+        self.gate.pause()
     }
 
     fn resume(&self) {

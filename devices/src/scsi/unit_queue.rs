@@ -77,8 +77,7 @@ impl DeviceControl for SharedUnit {
     }
 
     fn pause(&self) -> io::Result<()> {
-        self.gate.close();
-        Ok(())
+        self.gate.pause()
     }
 
     fn resume(&self) {

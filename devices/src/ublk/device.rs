@@ -188,8 +188,7 @@ impl DeviceControl for DiskControl {
     }
 
     fn pause(&self) -> io::Result<()> {
-        self.gate.close();
-        Ok(())
+        self.gate.pause()
     }
 
     fn resume(&self) {

@@ -4,14 +4,10 @@
 use std::io;
 use std::sync::Arc;
 use std::sync::mpsc::{RecvTimeoutError, Sender, channel};
-use std::time::Duration;
 
-use crate::control::{CacheSwitch, DeviceControl};
+use crate::control::{CacheSwitch, DeviceControl, PAUSE_TIME, silent_disk};
 use crate::event_loop::MessageSender;
 use crate::listen::WakeReason;
-
-/// How long requests in flight may delay a pause.
-const PAUSE_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// A request of the owner.
 #[derive(Debug)]
@@ -42,13 +38,12 @@ impl DeviceControl for ServiceControl {
     fn pause(&self) -> io::Result<()> {
         let (sender, receiver) = channel();
         self.thread.send(OwnerRequest::Pause(sender));
-        match receiver.recv_timeout(PAUSE_TIMEOUT) {
+        match receiver.recv_timeout(PAUSE_TIME) {
             // A thread that has ended runs no ring.
             Ok(()) | Err(RecvTimeoutError::Disconnected) => Ok(()),
             Err(RecvTimeoutError::Timeout) => {
                 self.resume();
-                let reason = "the disk does not answer its requests in flight";
-                Err(io::Error::new(io::ErrorKind::TimedOut, reason))
+                Err(silent_disk())
             }
         }
     }

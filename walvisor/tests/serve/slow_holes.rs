@@ -292,3 +292,21 @@ fn an_export_whose_image_does_not_answer_can_be_cancelled() {
     assert!(!dir.join("copy").exists());
     assert_eq!(daemon.stop(), "");
 }
+
+#[test]
+fn a_pause_of_a_disk_that_does_not_answer_fails() {
+    let dir = &test_dir();
+    let Some((slow, daemon, mut client)) = serve_and_read(dir) else {
+        return;
+    };
+    let late = resume_late(&slow);
+    let silent = "disk 'slow': the disk does not answer its requests in flight";
+    ctl_refused(dir, "pause --disk slow", &[silent]);
+    ctl(dir, "set-limit --disk a --ops-per-second 1000");
+    assert!(late.send(()).is_ok(), "a request waited for the image");
+    slow.resume();
+    assert_eq!(client.reply().cookie, 3);
+    client.write(4, 8192, &[7; 4096]);
+    drop(client);
+    assert_eq!(daemon.stop(), "");
+}
