@@ -6,10 +6,10 @@ use std::path::Path;
 
 use rustix::fs::{CWD, FileType, Mode, mknodat};
 use rustix::process::Signal;
-use walvisor_testkit::nbd::{READ, RawClient};
+use walvisor_testkit::nbd::RawClient;
 use walvisor_testkit::{Process, wait_until};
 
-use super::slow_holes::mount;
+use super::slow_holes::{mount, read_from_image};
 use super::{
     Daemon, MIB, create, ctl, disk_names, errors, refused, serve_command, serve_telling, test_dir,
 };
@@ -292,7 +292,7 @@ fn a_removal_that_waits_does_not_make_the_daemon_deaf() {
     let mut daemon = serve_telling(dir, SERVE, 2);
     let mut client = RawClient::extended_to(&dir.join("n"), "slow");
     slow.halt();
-    client.request(0, READ, 1, 0, 4096);
+    read_from_image(dir, &mut client);
     write(dir, &["path = 'a'"]);
     daemon.signal(Signal::HUP);
     wait_until("the removal", || disk_names(dir) == ["a"]);
@@ -300,14 +300,14 @@ fn a_removal_that_waits_does_not_make_the_daemon_deaf() {
     write(dir, &["path = 'a'", "path = 'b'"]);
     daemon.signal(Signal::HUP);
     slow.resume();
-    assert_eq!(client.reply().cookie, 1);
+    assert_eq!(client.reply().cookie, 3);
     wait_until("the disk", || disk_names(dir) == ["a", "b"]);
     write(dir, &["path = 'a'", "path = 'b'", SLOW]);
     daemon.signal(Signal::HUP);
     wait_until("the disk", || disk_names(dir) == ["a", "b", "slow"]);
     let mut client = RawClient::extended_to(&dir.join("n"), "slow");
     slow.halt();
-    client.request(0, READ, 1, 0, 4096);
+    read_from_image(dir, &mut client);
     write(dir, &["path = 'a'"]);
     daemon.signal(Signal::HUP);
     wait_until("the removal", || {

@@ -12,7 +12,8 @@ use walvisor_testkit::{Process, wait_until};
 use walvisor_tests::have;
 
 use super::{
-    Daemon, client, create, ctl, ctl_begun, ctl_refused, disk_names, read, test_dir, told,
+    Daemon, client, create, ctl, ctl_begun, ctl_refused, disk_names, disk_stats, read, test_dir,
+    told,
 };
 
 /// No request takes this long.
@@ -156,9 +157,10 @@ fn write_and_halt(dir: &Path, slow: &SlowFileSystem) -> RawClient {
     client
 }
 
-/// Asks for bytes that are in the image only.
-fn read_from_image(client: &mut RawClient) {
+/// Asks for bytes that are in the image only, and waits until the daemon at `ctl` does, too.
+pub(super) fn read_from_image(dir: &Path, client: &mut RawClient) {
     client.request(0, READ, 3, 1 << 20, 4096);
+    wait_until("the read", || disk_stats(dir, "slow")["reads"] == 1);
 }
 
 const SLOW_AND_A: &str = "--control ctl --disk-dir in \
@@ -185,7 +187,9 @@ fn removal_delays_no_other_request(reads: bool) {
     let daemon = Daemon::start(dir, SLOW_AND_A);
     let client = write_and_halt(dir, &slow);
     let mut client = reads.then_some(client);
-    client.iter_mut().for_each(read_from_image);
+    if let Some(client) = &mut client {
+        read_from_image(dir, client);
+    }
     let mut removal = ctl_begun(dir, "remove-disk slow");
     let late = resume_late(&slow);
     // The disk leaves the list at once, and has to be read and copied then.
@@ -237,7 +241,7 @@ fn serve_and_read(dir: &Path) -> Option<(SlowFileSystem, Daemon, RawClient)> {
     create(dir, "in/a", "1M");
     let daemon = Daemon::start(dir, SLOW_AND_A);
     let mut client = write_and_halt(dir, &slow);
-    read_from_image(&mut client);
+    read_from_image(dir, &mut client);
     Some((slow, daemon, client))
 }
 
