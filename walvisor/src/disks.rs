@@ -85,11 +85,6 @@ impl OpenLogs {
         })
     }
 
-    /// Takes the logs of `other` too.
-    pub fn join(&mut self, other: Self) {
-        self.logs.extend(other.logs);
-    }
-
     /// Whether there is none.
     pub fn is_empty(&self) -> bool {
         self.logs.is_empty()

@@ -9,7 +9,7 @@ use rustix::process::Signal;
 use walvisor_testkit::nbd::RawClient;
 use walvisor_testkit::{Process, wait_until};
 
-use super::slow_holes::{mount, read_from_image};
+use super::slow_holes::{end, mount, read_from_image};
 use super::{
     Daemon, MIB, create, ctl, disk_names, errors, refused, serve_command, serve_telling, test_dir,
 };
@@ -313,10 +313,7 @@ fn a_removal_that_waits_does_not_make_the_daemon_deaf() {
     wait_until("the removal", || {
         !disk_names(dir).contains(&"slow".to_owned())
     });
-    wait_until("the daemon's end", || {
-        daemon.signal(Signal::TERM);
-        daemon.child.try_wait().unwrap().is_some()
-    });
+    end(&mut daemon);
     assert_eq!(daemon.child.wait().unwrap().code(), Some(1));
     let told = errors(dir);
     assert!(told.contains("disk 'slow' does not answer"), "{told}");

@@ -217,15 +217,21 @@ fn removal_delays_no_other_request(reads: bool) {
     assert_eq!(image[4096..8192], [7; 4096]);
 }
 
-/// Asserts that the daemon ends with status 1 and one line that names its slow disk, and that the
-/// next one has what was stable.
+/// Asserts that the daemon ends with status 1 and one line that says `why`.
 #[track_caller]
-fn ends_without_answer(mut daemon: Daemon, dir: &Path, slow: &SlowFileSystem) {
+fn ends_because(mut daemon: Daemon, why: &str) {
     let status = daemon.child.wait().unwrap();
     let told = daemon.errors();
     assert_eq!(status.code(), Some(1), "{told}");
-    assert!(told.contains("disk 'slow' does not answer"), "{told}");
+    assert!(told.contains(why), "{told}");
     assert_eq!(told.lines().count(), 1, "{told}");
+}
+
+/// Asserts that the daemon ends because of its slow disk, and that the next one has what was
+/// stable.
+#[track_caller]
+fn ends_without_answer(daemon: Daemon, dir: &Path, slow: &SlowFileSystem) {
+    ends_because(daemon, "disk 'slow' does not answer");
     slow.resume();
     let daemon = Daemon::start(dir, SLOW_AND_A);
     let mut client = RawClient::extended_to(&dir.join("s"), "slow");
@@ -255,6 +261,32 @@ fn a_daemon_ends_in_a_bounded_time_though_a_disk_does_not_answer() {
     ends_without_answer(daemon, dir, &slow);
 }
 
+/// Its image has to be copied.
+#[test]
+fn a_log_that_is_not_closed_is_named() {
+    let dir = &test_dir();
+    let Some(slow) = mount(dir) else {
+        return;
+    };
+    std::fs::create_dir(dir.join("in")).unwrap();
+    create(dir, "in/a", "1M");
+    let mut daemon = Daemon::start(dir, SLOW_AND_A);
+    drop(write_and_halt(dir, &slow));
+    end(&mut daemon);
+    let log = dir.join("slow-log").canonicalize().unwrap();
+    let why = format!("ERROR log {} is not closed, and another", log.display());
+    ends_because(daemon, &why);
+}
+
+/// Sends SIGTERM until the daemon has ended.
+#[track_caller]
+pub(super) fn end(daemon: &mut Daemon) {
+    wait_until("the daemon's end", || {
+        daemon.signal(Signal::TERM);
+        daemon.child.try_wait().unwrap().is_some()
+    });
+}
+
 #[test]
 fn a_second_signal_ends_a_daemon_at_once() {
     let dir = &test_dir();
@@ -264,10 +296,7 @@ fn a_second_signal_ends_a_daemon_at_once() {
     // The removal waits, too.
     let _removal = ctl_begun(dir, "remove-disk slow");
     wait_until("the removal", || disk_names(dir) == ["a"]);
-    wait_until("the daemon's end", || {
-        daemon.signal(Signal::TERM);
-        daemon.child.try_wait().unwrap().is_some()
-    });
+    end(&mut daemon);
     ends_without_answer(daemon, dir, &slow);
 }
 

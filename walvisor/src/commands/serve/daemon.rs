@@ -240,7 +240,7 @@ fn finish(
         (Ok(disks), Some(metrics)) => metrics.write(&render_served(disks, &pushes.states())),
         _ => Ok(()),
     };
-    let closed = logs.take().close().map_err(CommandError::failed);
+    let closed = logs.close().map_err(CommandError::failed);
     served.map(|_| ()).and(written).and(closed)
 }
 
@@ -324,7 +324,15 @@ impl Shutdown {
         let silent = move || {
             let busy = in_use.iter().filter(|(_, throttle)| throttle.is_busy());
             let busy = busy.map(|(name, _)| name.clone());
-            busy.chain(changing.changing()).collect()
+            let disks = busy.chain(changing.changing());
+            let disks = disks.map(|name| format!("disk '{name}' does not answer"));
+            let disks: Vec<_> = disks.collect();
+            if !disks.is_empty() {
+                return disks;
+            }
+            let logs = changing.open_logs().into_iter();
+            let logs = logs.map(|log| format!("log {} is not closed", log.display()));
+            logs.collect()
         };
         let ending = Ending::watch(self.signals, silent).map_err(CommandError::failed)?;
         controlled.lift_limits();

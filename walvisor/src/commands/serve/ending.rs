@@ -30,7 +30,7 @@ pub(super) struct Ending {
 }
 
 impl Ending {
-    /// Begins the watch. `silent`: the names of the disks that are waited for.
+    /// Begins the watch. `silent` says what the end waits for.
     ///
     /// # Errors
     /// If the system refuses a descriptor or a thread.
@@ -96,14 +96,7 @@ fn wait(
 }
 
 fn end_now(why: &str, silent: &[String]) -> ! {
-    let silent = match silent {
-        [] => "a log's disks do not answer".to_owned(),
-        names => {
-            let names = names.iter();
-            let names = names.map(|name| format!("disk '{name}' does not answer"));
-            names.collect::<Vec<_>>().join(", ")
-        }
-    };
+    let silent = silent.join(", ");
     tracing::error!(
         "{silent}, and {why}: the daemon ends as after a kill; what was stable is not lost, and the \
          next start goes on from the log"

@@ -8,9 +8,12 @@
 //! ones it keeps for this.
 
 use std::collections::BTreeMap;
+use std::io;
+use std::panic::resume_unwind;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::thread::{self, ScopedJoinHandle};
 
 use walvisor_vmm::disk::OpenDisk;
 
@@ -72,14 +75,36 @@ impl SharedLogs {
         }
     }
 
-    /// Takes the logs, and leaves none.
-    pub(super) fn take(&self) -> OpenLogs {
+    /// The directories of the logs that are open, or not closed yet.
+    pub(super) fn open(&self) -> Vec<PathBuf> {
+        let places = self.lock();
+        let open = places.iter();
+        let open = open.filter(|(_, place)| place.open.load(Ordering::SeqCst));
+        open.map(|(directory, _)| directory.clone()).collect()
+    }
+
+    /// Closes all logs in parallel, as [`OpenLogs::close`] does.
+    ///
+    /// # Errors
+    /// That of the first log that can't be closed. The others are closed all the same.
+    pub(super) fn close(&self) -> Result<(), walvisor_storage::Error> {
         let places: Vec<_> = self.lock().values().map(Arc::clone).collect();
-        let mut logs = OpenLogs::default();
-        for place in places {
-            logs.join(place.with(std::mem::take));
-        }
-        logs
+        let close = |place: &LogPlace| place.with(|log| std::mem::take(log).close());
+        let closed: Vec<_> = thread::scope(|scope| {
+            let start = |place| thread::Builder::new().spawn_scoped(scope, move || close(place));
+            let threads = places.iter().map(|place| (place, start(place)));
+            let threads: Vec<_> = threads.collect();
+            let end = |(place, thread): (&Arc<LogPlace>, io::Result<ScopedJoinHandle<'_, _>>)| {
+                match thread.map(ScopedJoinHandle::join) {
+                    Ok(Ok(closed)) => closed,
+                    Ok(Err(panic)) => resume_unwind(panic),
+                    // The system has no thread to spare.
+                    Err(_) => close(place),
+                }
+            };
+            threads.into_iter().map(end).collect()
+        });
+        closed.into_iter().collect()
     }
 }
 
@@ -165,6 +190,11 @@ impl Hotplug {
         // After a panic, the disk that was being added or removed is still in the list and can be
         // removed.
         self.served.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// The directories of the logs that are open, or not closed yet.
+    pub(super) fn open_logs(&self) -> Vec<PathBuf> {
+        self.logs.open()
     }
 
     /// The names of the disks that are being opened or closed.
