@@ -106,7 +106,7 @@ pub use {
     medium::pace::Pace,
     offline::changes::{ChangedRange, Changes, disk_changes},
     offline::create::create_disk,
-    offline::discard::{HeldRecords, adopt_image, discard_log, plan_discard},
+    offline::discard::{HeldRecords, adopt_image, discard_log, plan_adoption, plan_discard},
     offline::dump::{LogGroup, LogMark, LogRecord, RecordKind, dump_groups, dump_records},
     offline::follow::{FollowStep, LogFollower, LogPiece, LogPlace, PieceChecker, cut_piece},
     offline::image::Image,

@@ -77,9 +77,8 @@ impl Disk {
         if self.state.base.is_spilled() {
             self.log.order(KeeperTask::CopyBack(self.state.clone()))?;
         }
-        match self.state.base.file().chunk_gate() {
-            Some(gate) => gate.refuse_absent(self.path())?,
-            None => {}
+        if let Some(gate) = self.state.base.file().chunk_gate() {
+            gate.refuse_absent(self.path())?;
         }
         Ok(newest)
     }

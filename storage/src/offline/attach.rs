@@ -133,7 +133,7 @@ impl OpenBase {
         let mark = self.identity.mark.as_ref();
         refuse_other_format(&self.options.path, mark, self.options.format)?;
         let open = mark.is_none_or(|mark| mark.open);
-        if let Some(lost) = lost_control(log_dir).filter(|_| open) {
+        if let Some(lost) = self.lost_log(log_dir).filter(|_| open) {
             let path = self.options.path.display();
             return Err(wrong_log_error(format!("{path}: its log at {lost}")));
         }
@@ -155,6 +155,21 @@ impl OpenBase {
             }
             _ => Ok(()),
         }
+    }
+
+    /// What is said of the log, in `log_dir` or where the image says, if it has lost its control
+    /// file.
+    pub(crate) fn lost_log(&self, log_dir: &Path) -> Option<String> {
+        lost_control(log_dir).or_else(|| {
+            let named = LogLocation::read(self.file.as_ref(), &self.options.path)?;
+            lost_control(&named.dir)
+        })
+    }
+
+    /// Whether only the identity of the image is missing, so that the disk's past can still be seen
+    /// over it.
+    pub(crate) fn has_lost_identity(&self, entry: &DiskEntry) -> Result<bool> {
+        Ok(self.identity.mark.is_none() && self.why_changed(entry)?.is_none())
     }
 
     /// Whether the file's length is what the log says, or longer because a resize was interrupted.

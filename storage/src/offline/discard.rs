@@ -11,11 +11,13 @@ use std::path::{Path, PathBuf};
 use zerocopy::little_endian::U64;
 
 use crate::catalog::control::{
-    ControlFile, existing_log, find_control, has_log, lost_control, open_control, real_path,
+    ControlFile, existing_log, find_control, has_log, open_control, real_path,
 };
 use crate::catalog::identity::written;
 use crate::catalog::log_location::LogLocation;
 use crate::catalog::options::DiskOptions;
+use crate::catalog::retention::Retention;
+use crate::catalog::snapshot::SnapshotName;
 use crate::error::{Error, ErrorKind, Result};
 use crate::format::DiskEntry;
 use crate::log::commit::Commit;
@@ -56,8 +58,9 @@ pub struct HeldRecords {
 pub fn discard_log(path: &Path, log_dir: &Path) -> Result<HeldRecords> {
     let options = DiskOptions::new(path);
     if !has_log(log_dir) {
-        refuse_headless(path, log_dir)?;
-        return unmark(&OpenBase::open(&options, Access::Write, log_dir, false)?);
+        let base = OpenBase::open(&options, Access::Write, log_dir, false)?;
+        refuse_headless(&base, log_dir)?;
+        return unmark(&base);
     }
     let mut control = open_control(log_dir, Access::Log)?;
     let base = existing(OpenBase::open(&options, Access::Write, log_dir, true))?;
@@ -135,10 +138,67 @@ pub fn discard_log(path: &Path, log_dir: &Path) -> Result<HeldRecords> {
 /// image is in use. Nothing is changed then.
 pub fn adopt_image(path: &Path, log_dir: &Path) -> Result<HeldRecords> {
     let mut control = existing_log(log_dir, Access::Log)?;
-    let base = OpenBase::open_as_is(&DiskOptions::new(path), Access::Write, true)?;
-    let place = find_lost(&base, &control, log_dir)?;
+    let (base, place) = adoptable(path, &control, log_dir, Access::Write)?;
     let entry = control.control.disks[place];
-    if is_another(&base, &control, place) {
+    let medium = directory(log_dir, EngineKind::Blocking);
+    let (scan, mut unapplied) = read_for_recovery(&medium, log_dir, &mut control, &mut |_, _| {})?;
+    let held = unapplied.remove(&entry.id.get()).unwrap_or_default();
+    let spilled = spilled_bytes(&control, &entry);
+    let synced = base.file.sync_all();
+    synced.map_err(|error| Error::io("sync the base image", path, error))?;
+    if !base.has_lost_identity(&entry)? {
+        // Its past needs the image as it was.
+        let newest = scan.newest(&control.control).lsn;
+        check_past(&base, place, &mut control, newest)?;
+    }
+    control.change_both(|control| control.disks[place].announce(1))?;
+    mark_as_own(&base, &mut control, place, true)?;
+    Ok(report(&entry, &control, (&held, spilled), true))
+}
+
+/// What [`adopt_image`] would do: what the log holds of the disk, and the snapshots that would be
+/// lost; `None` in their place: no history would end. Changes nothing.
+///
+/// # Errors
+/// As [`adopt_image`].
+pub fn plan_adoption(
+    path: &Path,
+    log_dir: &Path,
+) -> Result<(HeldRecords, Option<Vec<SnapshotName>>)> {
+    let mut control = existing_log(log_dir, Access::LogRead)?;
+    let (base, place) = adoptable(path, &control, log_dir, Access::Read)?;
+    let entry = control.control.disks[place];
+    let medium = directory_to_read(log_dir, None);
+    let (scan, mut unapplied) = read_log_until(&medium, log_dir, &control.control, u64::MAX)?;
+    let held = unapplied.remove(&entry.id.get()).unwrap_or_default();
+    let held = report(
+        &entry,
+        &control,
+        (&held, spilled_bytes(&control, &entry)),
+        true,
+    );
+    let goes_on = base.has_lost_identity(&entry)? || base.why_no_past(&control, place)?.is_none();
+    if goes_on {
+        return Ok((held, None));
+    }
+    let newest = scan.newest(&control.control).lsn;
+    let lost = control.control.end_past(entry.id.get(), newest);
+    let lost = lost.map_err(|error| error.of_file(log_dir))?;
+    let keeps = Retention::of(&control.control.history) != Retention::Nothing;
+    Ok((held, Some(lost).filter(|lost| keeps || !lost.is_empty())))
+}
+
+/// Opens an image that can be a disk's of the log. Also returns the disk's place in its table.
+fn adoptable(
+    path: &Path,
+    control: &ControlFile,
+    log_dir: &Path,
+    access: Access,
+) -> Result<(OpenBase, usize)> {
+    let base = OpenBase::open_as_is(&DiskOptions::new(path), access, true)?;
+    let place = find_lost(&base, control, log_dir)?;
+    let entry = control.control.disks[place];
+    if is_another(&base, control, place) {
         return Err(Error::new(
             ErrorKind::WrongLog,
             format!(
@@ -150,18 +210,7 @@ pub fn adopt_image(path: &Path, log_dir: &Path) -> Result<HeldRecords> {
         ));
     }
     base.refuse_other_size(&entry, log_dir)?;
-    let medium = directory(log_dir, EngineKind::Blocking);
-    let (scan, mut unapplied) = read_for_recovery(&medium, log_dir, &mut control, &mut |_, _| {})?;
-    let held = unapplied.remove(&entry.id.get()).unwrap_or_default();
-    let spilled = spilled_bytes(&control, &entry);
-    let synced = base.file.sync_all();
-    synced.map_err(|error| Error::io("sync the base image", path, error))?;
-    // Its past needs the image as it was.
-    let newest = scan.newest(&control.control).lsn;
-    check_past(&base, place, &mut control, newest)?;
-    control.change_both(|control| control.disks[place].announce(1))?;
-    mark_as_own(&base, &mut control, place, true)?;
-    Ok(report(&entry, &control, (&held, spilled), true))
+    Ok((base, place))
 }
 
 /// Marks the image as that of the disk at this place of the log's table, which was announced.
@@ -197,8 +246,9 @@ fn mark_as_own(base: &OpenBase, control: &mut ControlFile, place: usize, open: b
 pub fn plan_discard(path: &Path, log_dir: &Path) -> Result<HeldRecords> {
     let options = DiskOptions::new(path);
     let Some(control) = find_control(log_dir, Access::LogRead)? else {
-        refuse_headless(path, log_dir)?;
-        return without_log(&OpenBase::open(&options, Access::Read, log_dir, false)?);
+        let base = OpenBase::open(&options, Access::Read, log_dir, false)?;
+        refuse_headless(&base, log_dir)?;
+        return without_log(&base);
     };
     let base = existing(OpenBase::open(&options, Access::Read, log_dir, true))?;
     let place = find(path, base.as_ref(), &control, log_dir)?;
@@ -293,14 +343,14 @@ fn is_another(base: &OpenBase, control: &ControlFile, place: usize) -> bool {
 }
 
 /// Refuses to take a log for gone whose segments are there.
-fn refuse_headless(path: &Path, log_dir: &Path) -> Result<()> {
-    match lost_control(log_dir) {
+fn refuse_headless(base: &OpenBase, log_dir: &Path) -> Result<()> {
+    match base.lost_log(log_dir) {
         None => Ok(()),
         Some(lost) => Err(Error::new(
             ErrorKind::Damaged,
             format!(
                 "{}: its log at {lost}; to give up what they hold, remove that directory first",
-                path.display()
+                base.options.path.display()
             ),
         )),
     }
@@ -455,6 +505,79 @@ mod tests {
             let refused = rescue_disk(image, &log, &copy, rescue, None, &mut |_, _| {});
             assert_eq!(refused.unwrap_err().kind(), kind);
             assert!(!copy.exists());
+        }
+    }
+
+    /// A copy that has only lost its identity shows the disk's past; one with other bytes does not,
+    /// and the plan says what that loses.
+    #[test]
+    fn an_adopted_image_shows_the_past_if_its_bytes_are_those_of_the_log() {
+        let dir = tempfile::tempdir().unwrap();
+        let (path, log) = (dir.path().join("disk.img"), dir.path().join("log"));
+        let options = StoreOptions {
+            segment_size: MIB,
+            retain: Some(Retention::All),
+            ..StoreOptions::default()
+        };
+        create_disk(&path, MIB, &log, &options).unwrap();
+        let name: SnapshotName = "monday".parse().unwrap();
+        let store = Store::open(&log, &[DiskOptions::new(&path)], &options).unwrap();
+        let disk = &store.disks()[0];
+        let write =
+            |byte| crate::offline::resize::tests::fill(&mut disk.open_port().unwrap(), 0, byte);
+        write(1);
+        disk.checkpoint().unwrap();
+        disk.snapshot(name).unwrap();
+        write(2);
+        store.close().unwrap();
+        let shown = |copy: &str| {
+            let copy = dir.path().join(copy);
+            let at = crate::Point::Snapshot(name);
+            crate::restore_disk(&path, &log, at, &copy, None, &mut |_, _| {})?;
+            Ok::<_, Error>(std::fs::read(copy).unwrap()[0])
+        };
+        assert_eq!(shown("before").unwrap(), 1);
+        let mut bytes = std::fs::read(&path).unwrap();
+        let copy = |bytes: &[u8]| {
+            std::fs::remove_file(&path).unwrap();
+            std::fs::write(&path, bytes).unwrap();
+        };
+        copy(&bytes);
+        assert_eq!(plan_adoption(&path, &log).unwrap().1, None);
+        adopt_image(&path, &log).unwrap();
+        assert_eq!(shown("after").unwrap(), 1);
+        bytes[..4096].fill(7);
+        copy(&bytes);
+        assert_eq!(plan_adoption(&path, &log).unwrap().1, Some(vec![name]));
+        adopt_image(&path, &log).unwrap();
+        shown("lost").unwrap_err();
+    }
+
+    /// The log of an image has lost its control file, and is not where the command looks for it.
+    #[test]
+    fn a_log_that_the_image_names_is_not_taken_for_gone() {
+        let dir = tempfile::tempdir().unwrap();
+        let (path, log) = (dir.path().join("disk.img"), dir.path().join("log"));
+        let options = StoreOptions {
+            segment_size: MIB,
+            close_time: Some(Duration::ZERO),
+            ..StoreOptions::default()
+        };
+        create_disk(&path, MIB, &log, &options).unwrap();
+        let store = Store::open(&log, &[DiskOptions::new(&path)], &options).unwrap();
+        let mut port = store.disks()[0].open_port().unwrap();
+        crate::offline::resize::tests::fill(&mut port, 0, 1);
+        drop(port);
+        store.close().unwrap();
+        std::fs::remove_file(log.join("control")).unwrap();
+        let other = dir.path().join("other");
+        for told in [
+            discard_log(&path, &other).map(drop),
+            plan_discard(&path, &other).map(drop),
+            crate::inspect(&path, &other).map(drop),
+        ] {
+            let told = told.unwrap_err().to_string();
+            assert!(told.contains("segments, and no control file"), "{told}");
         }
     }
 }

@@ -13,7 +13,9 @@ pub(super) use path::print;
 use path::{DetachedImages, DiskPath};
 use serde_json::json;
 pub(super) use transfer::report as report_transfer;
-use walvisor_storage::{self as storage, DiskReport, LogReport, Retention, Store, StoreOptions};
+use walvisor_storage::{
+    self as storage, DiskReport, LogReport, Retention, SnapshotName, Store, StoreOptions,
+};
 
 use super::CommandError;
 use super::in_use::cannot_look;
@@ -367,10 +369,11 @@ fn check(disk: &DiskPath, threads: Threads, json: bool) -> Result<(), CommandErr
 
 fn adopt(disk: &DiskPath, yes: bool, json: bool) -> Result<(), CommandError> {
     let (name, log) = (disk.path.display(), disk.log());
-    let held = if yes {
-        storage::adopt_image(&disk.path, &log).map_err(CommandError::failed)?
+    let (held, lost) = if yes {
+        let held = storage::adopt_image(&disk.path, &log).map_err(CommandError::failed)?;
+        (held, None)
     } else {
-        storage::plan_discard(&disk.path, &log).map_err(cannot_look)?
+        storage::plan_adoption(&disk.path, &log).map_err(cannot_look)?
     };
     let (Some(records), Some(bytes)) = (held.records, held.payload_bytes) else {
         return Err(CommandError::Failed(format!(
@@ -384,9 +387,19 @@ fn adopt(disk: &DiskPath, yes: bool, json: bool) -> Result<(), CommandError> {
         log.display()
     );
     if !yes {
+        let lost = lost.map_or_else(String::new, |names| {
+            let names = names.iter().map(SnapshotName::as_str);
+            let names = match names.collect::<Vec<_>>().as_slice() {
+                [] => String::new(),
+                names => format!(", without the snapshots {}", names.join(", ")),
+            };
+            format!(
+                "; its bytes are not those that the log left, so its history starts over{names}"
+            )
+        });
         return Err(CommandError::Failed(format!(
-            "{name}: nothing is adopted yet: disk {} would be this image and {records}; if another \
-             image is its own, it would be a mix of both; to do it, add --yes",
+            "{name}: nothing is adopted yet: disk {} would be this image and {records}{lost}; if \
+             another image is its own, it would be a mix of both; to do it, add --yes",
             held.disk
         )));
     }

@@ -5,6 +5,7 @@ use std::fs::File;
 use std::io;
 use std::os::fd::OwnedFd;
 use std::path::Path;
+use std::sync::{Mutex, PoisonError};
 use std::thread;
 use std::time::{Duration, Instant};
 
@@ -20,6 +21,12 @@ use rustix::net::{
 /// Longest wait for another server to unlock a directory. A server has it locked for milliseconds;
 /// whoever keeps it longer is none, for any user may lock a directory that he can read.
 const PATIENCE: Duration = Duration::from_secs(5);
+
+/// Longest wait while it is known that somebody keeps a directory locked.
+const SHORT_PATIENCE: Duration = Duration::from_millis(50);
+
+/// When a directory was last found locked for so long.
+static KEPT: Mutex<Option<Instant>> = Mutex::new(None);
 
 /// Longest wait for a server that ends to close its sockets.
 const CLOSING: Duration = Duration::from_secs(1);
@@ -58,14 +65,23 @@ impl SocketPlace {
     /// if somebody else keeps it.
     pub(super) fn lock(&self) -> Result<DirectoryLock<'_>, Errno> {
         let began = Instant::now();
+        let kept = || KEPT.lock().unwrap_or_else(PoisonError::into_inner);
+        // A start locks the directory for each of its sockets.
+        let patience = match *kept() {
+            Some(at) if at.elapsed() < PATIENCE => SHORT_PATIENCE,
+            _ => PATIENCE,
+        };
         loop {
             match flock(&self.directory, FlockOperation::NonBlockingLockExclusive) {
                 Ok(()) => return Ok(DirectoryLock(&self.directory)),
-                Err(Errno::AGAIN | Errno::INTR) if began.elapsed() < PATIENCE => {
+                Err(Errno::AGAIN | Errno::INTR) if began.elapsed() < patience => {
                     thread::sleep(REST)
                 }
                 // Without it, two servers that start at once might take each other's name.
-                Err(Errno::AGAIN | Errno::INTR) => return Ok(DirectoryLock(&self.directory)),
+                Err(Errno::AGAIN | Errno::INTR) => {
+                    *kept() = Some(Instant::now());
+                    return Ok(DirectoryLock(&self.directory));
+                }
                 Err(error) => return Err(error),
             }
         }
@@ -212,5 +228,26 @@ impl Drop for LateName {
             // If the name stays, the next server that binds it replaces it.
             let _ = place.remove();
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// A daemon with many sockets in the directory starts all the same.
+    #[test]
+    fn whoever_keeps_a_directory_locked_is_waited_for_once() {
+        let dir = tempfile::tempdir().unwrap();
+        let stranger = File::open(dir.path()).unwrap();
+        flock(&stranger, FlockOperation::LockExclusive).unwrap();
+        let place = |name: &str| SocketPlace::new(&dir.path().join(name)).unwrap();
+        drop(place("first").lock().unwrap());
+        let began = Instant::now();
+        for name in 1..20 {
+            drop(place(&name.to_string()).lock().unwrap());
+        }
+        // Each for itself would take a minute and a half.
+        assert!(began.elapsed() < 4 * PATIENCE);
     }
 }

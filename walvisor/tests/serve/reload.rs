@@ -169,6 +169,31 @@ fn disks_are_known_by_their_images_whatever_their_serials() {
 }
 
 /// Pools whose files are links that are swapped. The daemon may read nothing else of `dir`.
+/// A disk's name at its door is not that by which the daemon knows it.
+#[test]
+fn a_name_passes_to_another_disk() {
+    let dir = &test_dir();
+    fs::create_dir(dir.join("sub")).unwrap();
+    create(dir, "sub/b", "1M --log log");
+    create(dir, "c", "2M --log log");
+    write(dir, &["path = 'sub/b'"]);
+    let daemon = serve_telling(dir, SERVE, 1);
+    drop(RawClient::extended_to(&dir.join("n"), "b"));
+    write(dir, &["path = 'c'\nserial = 'b'"]);
+    daemon.signal(Signal::HUP);
+    wait_until("the other disk", || {
+        ctl(dir, "stats")["disks"][0]["size_bytes"] == 2 * MIB
+    });
+    drop(RawClient::extended_to(&dir.join("n"), "b"));
+    fs::remove_file(dir.join("pool.toml")).unwrap();
+    reload_says(
+        &daemon,
+        dir,
+        "pool.toml: No such file or directory (os error 2); the disks",
+    );
+    daemon.stop();
+}
+
 #[test]
 fn a_file_behind_links_is_read_again() {
     let dir = &test_dir();

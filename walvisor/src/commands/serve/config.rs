@@ -25,7 +25,7 @@ use std::path::{Path, PathBuf};
 use toml_edit::{DocumentMut, Item, Table, TomlError, Value};
 
 use super::daemon::announce;
-use super::hotplug::{Hotplug, OpenedDisk};
+use super::hotplug::Hotplug;
 use super::pool::{self, Origin, PoolDisk};
 use crate::commands::CommandError;
 use crate::commands::ctl::answer::removed_line;
@@ -173,8 +173,9 @@ impl PoolFile {
             .map(|disk| hotplug.open(disk.clone(), &leaving));
         let opened = opened.collect::<Result<Vec<_>, _>>()?;
         // The name of a disk that leaves is free only then.
-        let waits = |disk: &OpenedDisk<'_>| leaving.iter().any(|other| other.name == disk.name());
-        let (later, now): (Vec<_>, Vec<_>) = opened.into_iter().partition(waits);
+        let (later, now): (Vec<_>, Vec<_>) = opened
+            .into_iter()
+            .partition(|disk| disk.waits_for(&leaving));
         hotplug
             .serve(now)?
             .into_iter()
@@ -208,7 +209,9 @@ impl PoolFile {
 
     /// Says why a file that was there at the start can't be read any more.
     fn explain(&self, error: String) -> String {
-        let real = self.path.canonicalize().unwrap_or_default();
+        let Ok(real) = self.path.canonicalize() else {
+            return error;
+        };
         let places = self
             .directories()
             .filter_map(|place| place.canonicalize().ok());

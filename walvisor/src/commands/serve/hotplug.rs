@@ -365,8 +365,19 @@ pub(super) struct OpenedDisk<'a> {
 }
 
 impl OpenedDisk<'_> {
-    pub(super) fn name(&self) -> &str {
+    fn name(&self) -> &str {
         &self.change.disk.name
+    }
+
+    /// Whether it can be served only once one of these disks is gone, whose name it has here or at
+    /// its door.
+    pub(super) fn waits_for(&self, leaving: &[PoolDisk]) -> bool {
+        let spec = self.change.disk.spec();
+        let others = with_door(spec.door, &specs(leaving));
+        let served = self.change.hotplug.lock();
+        let door = served.doors.of(spec);
+        leaving.iter().any(|other| other.name == self.name())
+            || door.is_ok_and(|door| door.check_added(spec, &others).is_err())
     }
 
     /// Lets its clients in.
