@@ -30,7 +30,7 @@ use walvisor_storage::Commit;
 use crate::epoch::random;
 use crate::error::{Error, Result};
 use crate::layout::{self, ObjectId};
-use crate::lineage::{Catalog, Lineage, read_part, whole_base};
+use crate::lineage::{Catalog, Lineage, whole_base, whole_part};
 use crate::object::{self, BaseHeader, Moment};
 use crate::remote::{Archive, ListEntry};
 use crate::uploader::now_us;
@@ -294,7 +294,7 @@ impl NeededObjects {
         for line in &catalog.lines() {
             let mut own: Vec<_> = bases.iter().filter(|base| line.leads(base)).collect();
             own.sort_by_key(|base| base.exact.lsn);
-            let (Some(end), Some(last_base)) = (line.end(), own.last()) else {
+            let Some(last_base) = own.last() else {
                 // Perhaps the first copy of its images is on the way.
                 needs.parts.extend(line.parts().filter(|_| newest));
                 continue;
@@ -303,8 +303,9 @@ impl NeededObjects {
             // The images that lead to all points since the cutoff.
             let old = |base: &&BaseHeader| time_of(base.exact, base.made_us) <= cutoff;
             let first = own.iter().rposition(old).unwrap_or(0);
-            let (last, _) = read_part(archive, end).await?;
-            let ended = time_of(last.last, last.made_us) < cutoff;
+            // What is damaged at the end stays as long as the line does.
+            let whole = line.clone().cut_damaged_end(archive).await?;
+            let ended = whole.is_some_and(|end| time_of(end.last, end.made_us) < cutoff);
             for (i, base) in own.into_iter().enumerate() {
                 let since = i >= first && !ended || newest && base.at == last_base;
                 if since || leased.contains(&base.at) {
@@ -335,19 +336,18 @@ impl NeededObjects {
         if known(base.first_part) && line.end().is_some_and(known) {
             return Ok(());
         }
-        // The root of the first part may be in one before.
-        let (first, _) = read_part(archive, base.first_part).await?;
-        let from = if line.has(first.root_at) {
-            first.root_at.min(base.first_part)
-        } else {
-            base.first_part
+        // The root of the first part may be in one before: if that is not known, in any.
+        let from = match whole_part(archive, base.first_part).await? {
+            Some(first) if line.has(first.root_at) => first.root_at.min(base.first_part),
+            Some(_) => base.first_part,
+            None => line.parts().next().unwrap_or(base.first_part),
         };
         for at in line.from(from) {
             self.parts.insert(at);
             if alone && at >= base.exact_part {
                 // A root may show a restore in place a little later than the log.
-                let (part, _) = read_part(archive, at).await?;
-                if part.rewind_marks.is_empty() {
+                let part = whole_part(archive, at).await?;
+                if part.is_some_and(|part| part.rewind_marks.is_empty()) {
                     break;
                 }
             }

@@ -214,12 +214,14 @@ impl<'a> Replica<'a> {
         let before = self.reader.last.lsn;
         let mut all = true;
         if self.superseded != Some(self.at.epoch) {
-            let parts = self.parts_behind(self.at)?;
+            let parts = self.parts_behind(self.at);
             // After the parts: who claims the archive later has seen them.
             let claim = layout::epoch(self.at.epoch + 1);
             if self.archive.block_on(self.archive.has(&claim))? {
                 self.superseded = Some(self.at.epoch);
             } else {
+                // One that is damaged is of no moment once another writer goes on before it.
+                let parts = parts?;
                 all = parts.len() < TICK_PARTS;
                 self.take(parts)?;
             }

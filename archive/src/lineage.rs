@@ -75,6 +75,23 @@ impl Lineage {
         Some(ObjectId { epoch, number })
     }
 
+    /// Cuts off what is damaged or missing at the end; warnings name it. Returns the header of the
+    /// newest part that is whole.
+    pub(crate) async fn cut_damaged_end(
+        &mut self,
+        archive: &Archive,
+    ) -> Result<Option<PartHeader>> {
+        while let Some(end) = self.end() {
+            if let Some(header) = whole_part(archive, end).await? {
+                return Ok(Some(header));
+            }
+            let span = self.0.pop().filter(|span| span.1 < span.2);
+            let left = span.map(|(epoch, first, last)| (epoch, first, last - 1));
+            self.0.extend(left);
+        }
+        Ok(None)
+    }
+
     /// The newest epoch that has a part of the line.
     pub(crate) fn epoch(&self) -> u64 {
         self.0.last().map_or(0, |last| last.0)
@@ -313,6 +330,39 @@ fn place_of(name: &str) -> Option<ObjectId> {
 pub(crate) async fn read_part(archive: &Archive, at: ObjectId) -> Result<(PartHeader, Vec<u8>)> {
     open_part(at, &archive.need(&layout::part(at)).await?)
 }
+
+/// Reads a part, or says how it is damaged or missing: it is asked for again, since it may be the
+/// answer that is wrong.
+pub(crate) async fn try_part(
+    archive: &Archive,
+    at: ObjectId,
+) -> Result<std::result::Result<(PartHeader, Vec<u8>), Error>> {
+    let damaged = |error: &Error| error.kind() == ErrorKind::Damaged;
+    let mut read = read_part(archive, at).await;
+    if read.as_ref().is_err_and(damaged) {
+        read = read_part(archive, at).await;
+    }
+    match read {
+        Err(error) if damaged(&error) => Ok(Err(error)),
+        read => read.map(Ok),
+    }
+}
+
+/// Reads the header of a part. `None`: the part is damaged or missing, and a warning names it.
+pub(crate) async fn whole_part(archive: &Archive, at: ObjectId) -> Result<Option<PartHeader>> {
+    match try_part(archive, at).await? {
+        Ok((header, _)) => Ok(Some(header)),
+        Err(error) => {
+            let archive = archive.shown();
+            tracing::warn!("{archive}: {error}; the log counts as ended before it; {MEND_PART}");
+            Ok(None)
+        }
+    }
+}
+
+/// What to do about a part that is damaged.
+pub(crate) const MEND_PART: &str = "if it stays so, remove that object from the store: the next \
+                                    'walvisor archive push' then sends again what the log still has";
 
 /// Reads a part that may not be there yet.
 pub(crate) async fn find_part(

@@ -264,10 +264,14 @@ pub(crate) fn open<H: Header>(name: &str, object: &[u8]) -> Result<(H, Vec<u8>)>
         return Err(damaged("another kind of object"));
     } else if number(8) != VERSION {
         let version = number(8);
-        return Err(damaged(&format!(
-            "archive format version {version}; this program knows version {VERSION}: use the \
-             program that wrote it"
-        )));
+        // Not damaged: nothing may be cut off or sent again because of it.
+        return Err(Error::new(
+            ErrorKind::InvalidInput,
+            format!(
+                "object {name}: archive format version {version}; this program knows version \
+                 {VERSION}: use the program that wrote it"
+            ),
+        ));
     }
     let header_len = u64::from(number(12));
     let body_len = object[16..24].try_into().map_or(0, u64::from_le_bytes);
@@ -397,7 +401,9 @@ mod tests {
         let framed = object.len() - SUM;
         let sum = Sha256::digest(&object[..framed]);
         object[framed..].copy_from_slice(&sum);
-        let error = open::<PartHeader>("part", &object).unwrap_err().to_string();
+        let error = open::<PartHeader>("part", &object).unwrap_err();
+        assert_eq!(error.kind(), ErrorKind::InvalidInput);
+        let error = error.to_string();
         assert!(
             error.contains("version 2; this program knows version 1"),
             "{error}"

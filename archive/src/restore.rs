@@ -18,7 +18,7 @@ use crate::epoch::LogCopy;
 use crate::error::{Error, ErrorKind, Result};
 use crate::expire::{Lease, time_of};
 use crate::layout::{self, ObjectId};
-use crate::lineage::{Catalog, Lineage, read_part, read_root, whole_base};
+use crate::lineage::{Catalog, Lineage, MEND_PART, read_root, try_part, whole_base};
 use crate::object::{self, BaseHeader, BaseImage, Moment, PartHeader};
 use crate::remote::Archive;
 
@@ -70,6 +70,8 @@ pub(crate) struct Plan<'a> {
     at: Point,
     /// No record up to this LSN is after the point.
     before: u64,
+    /// A part that is damaged, behind the line or another one that is newer.
+    damaged: Option<ObjectId>,
 }
 
 /// How far a restore is that was ended before its end.
@@ -112,6 +114,11 @@ pub fn verify(archive: &Archive, at: Point, progress: Progress<'_>) -> Result<Re
     let images = image_paths(Path::new(""), &plan.base.images);
     let log_dir = log_dir_of(Path::new(""), &images);
     progress(total, total);
+    if let Some(damaged) = plan.damaged.filter(|_| at == Point::Newest) {
+        let last = log.last;
+        let why = format!("it is damaged or missing; all is whole up to {last}; {MEND_PART}");
+        return Err(Error::damaged(&layout::part(damaged), why));
+    }
     Ok(plan.done(&log, log_dir, &images, chunks))
 }
 
@@ -131,6 +138,8 @@ pub(crate) struct LogReader {
     at: (Point, u64),
     /// Whether the point was reached.
     ended: bool,
+    /// Whether a record up to `last` may be a restore in place: a later root tells.
+    unsettled: bool,
     /// No restore in place after this LSN and this time counts.
     until: (u64, u64),
     bytes: u64,
@@ -152,6 +161,7 @@ impl LogReader {
             },
             at: (at, before),
             ended: false,
+            unsettled: false,
             bytes: 0,
         }
     }
@@ -171,8 +181,7 @@ impl LogReader {
         if self.ended {
             // This part was only read for its root, which may know of a restore in place that
             // those before did not know yet.
-            let mut marks = header.rewind_marks.iter();
-            return Ok(marks.any(|mark| *mark <= self.last.lsn));
+            return Ok(self.settle(header));
         }
         for piece in &header.pieces {
             let (bytes, behind) = rest.split_at(piece.len as usize);
@@ -196,7 +205,35 @@ impl LogReader {
                 break;
             }
         }
+        self.settle(header);
         Ok(true)
+    }
+
+    fn settle(&mut self, header: &PartHeader) -> bool {
+        let mut marks = header.rewind_marks.iter();
+        self.unsettled = marks.any(|mark| *mark <= self.last.lsn);
+        self.unsettled
+    }
+
+    /// Ends before a part that is damaged, as this error says, if the point was reached.
+    ///
+    /// # Errors
+    /// If not: with the newest point that can be.
+    fn end_before(&self, error: Error) -> Result<bool> {
+        let reached = self.ended || matches!(self.at.0, Point::Lsn(lsn) if lsn <= self.last.lsn);
+        if reached && !self.unsettled {
+            tracing::warn!("{error}; the log before it leads to the point; {MEND_PART}");
+            return Ok(false);
+        }
+        let last = self.last;
+        Err(Error::new(
+            ErrorKind::Damaged,
+            format!(
+                "{error}; the log before it ends with {last}: name that point or an earlier one, \
+                 such as --at lsn:{}; {MEND_PART}",
+                last.lsn
+            ),
+        ))
     }
 
     fn take_root(&mut self, name: &str, root: LogRoot) -> Result<()> {
@@ -230,10 +267,15 @@ impl<'a> Plan<'a> {
     /// As [`find`](Self::find), with what an archive has.
     pub(crate) async fn of(archive: &'a Archive, catalog: &Catalog, at: Point) -> Result<Self> {
         let (mut reachable, mut damaged) = (Vec::new(), BTreeSet::new());
-        for line in catalog.lines() {
-            let at = resolve(archive, &line, at).await?;
-            let Some(end) = line.end() else { continue };
-            let (newest, _) = read_part(archive, end).await?;
+        let mut damaged_part = None;
+        for mut line in catalog.lines() {
+            let end = line.end();
+            let newest = line.cut_damaged_end(archive).await?;
+            if line.end() != end {
+                damaged_part = damaged_part.or(end);
+            }
+            let Some(newest) = newest else { continue };
+            let at = resolve(archive, &newest, at).await?;
             let known = at.map_or(0, |at| newest.before(at));
             let mut oldest = None;
             for &place in catalog.bases.iter().rev() {
@@ -274,6 +316,7 @@ impl<'a> Plan<'a> {
                         root,
                         at,
                         before: known,
+                        damaged: damaged_part,
                     });
                 }
             }
@@ -329,8 +372,11 @@ impl<'a> Plan<'a> {
     fn read_log(&self, each: TakePiece<'_>) -> Result<LogReader> {
         let mut log = LogReader::new(&self.base, &self.root, self.at, self.before);
         let parts = self.line.from(self.base.first_part);
-        let read = parts.map(|at| read_part(self.archive, at));
-        let mut take = |(header, body): (PartHeader, Vec<u8>)| log.take(&header, &body, each);
+        let read = parts.map(|at| try_part(self.archive, at));
+        let mut take = |part: std::result::Result<(PartHeader, Vec<u8>), Error>| match part {
+            Ok((header, body)) => log.take(&header, &body, each),
+            Err(damaged) => log.end_before(damaged),
+        };
         self.carry_out(self.archive.in_order(read, &mut take))?;
         if let Point::Cid(_) = self.at {
             log.until.0 = log.last.lsn;
@@ -398,17 +444,13 @@ pub(crate) fn restored_disks(paths: &[PathBuf], base: &BaseHeader) -> Vec<Restor
     disks.map(disk).collect()
 }
 
-/// The point with the LSN of a snapshot instead of its name; `None`: the line has no such
-/// snapshot.
-async fn resolve(archive: &Archive, line: &Lineage, at: Point) -> Result<Option<Point>> {
+/// The point with the LSN of a snapshot instead of its name; `None`: the line that ends with this
+/// part has no such snapshot.
+async fn resolve(archive: &Archive, end: &PartHeader, at: Point) -> Result<Option<Point>> {
     let Point::Snapshot(name) = at else {
         return Ok(Some(at));
     };
-    let Some(end) = line.end() else {
-        return Ok(None);
-    };
-    let (header, _) = read_part(archive, end).await?;
-    let root = read_root(archive, header.root_at).await?;
+    let root = read_root(archive, end.root_at).await?;
     let snapshots = root.snapshots();
     let found = snapshots.iter().find(|snapshot| snapshot.name == name);
     Ok(found.map(|snapshot| Point::Lsn(snapshot.lsn)))

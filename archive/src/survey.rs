@@ -3,7 +3,7 @@
 use walvisor_storage::Commit;
 
 use crate::error::{Result, printable};
-use crate::lineage::{Catalog, read_part};
+use crate::lineage::Catalog;
 use crate::remote::Archive;
 use crate::uploader::now_us;
 
@@ -54,9 +54,10 @@ pub fn survey(archive: &Archive) -> Result<Survey> {
         let catalog = Catalog::read(archive).await?;
         let (bases, _) = catalog.read_bases(archive).await?;
         let mut spans = Vec::new();
-        for line in catalog.lines() {
-            let Some(end) = line.end() else { continue };
-            let (newest, _) = read_part(archive, end).await?;
+        for mut line in catalog.lines() {
+            let Some(newest) = line.cut_damaged_end(archive).await? else {
+                continue;
+            };
             let of_line = bases.iter().filter(|base| line.leads(base));
             spans.push(ArchiveEnd {
                 epoch: line.epoch(),

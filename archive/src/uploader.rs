@@ -18,7 +18,7 @@ use crate::base::{BaseCopy, BaseProgress, is_expiring, lost_chunks, refuse_spill
 use crate::epoch::{self, Claim, LogCopy, random};
 use crate::error::{Error, ErrorKind, Result};
 use crate::layout::{self, ObjectId};
-use crate::lineage::{Catalog, Lineage, read_base, read_part, read_root};
+use crate::lineage::{Catalog, Lineage, read_base, read_root, whole_part};
 use crate::object::{self, BaseHeader, Moment, PartHeader, PartPiece, note_clock};
 use crate::remote::{Archive, CreateOutcome};
 
@@ -221,7 +221,9 @@ impl<'a> Uploader<'a> {
             None => None,
         };
         let next = ObjectId { epoch, number: 1 };
-        let begun = match end {
+        // What is lost at the end may be what another machine's log has, and this one has not.
+        let lost = end.as_ref().is_some_and(|end| end.lost) && stranger.is_some();
+        let begun = match end.filter(|_| !lost || options.take_over) {
             Some(end) => end.resume(log_dir, &root, next)?,
             None => Err(None),
         };
@@ -901,7 +903,10 @@ impl State {
 
 /// The end of the archive's newest line.
 struct End {
+    line: Lineage,
     header: PartHeader,
+    /// Whether the archive has lost parts behind it.
+    lost: bool,
     /// The newest root on the line.
     root: LogRoot,
     /// The newest base images on the line, without their chunks.
@@ -927,25 +932,51 @@ impl End {
         chunks: &mut HashSet<String>,
     ) -> Result<Option<Self>> {
         let (bases, _) = catalog.read_bases(archive).await?;
-        let base_of = |line: &&Lineage| bases.iter().rev().find(|base| line.leads(base));
         let lines = catalog.newest_lines();
+        let newest = lines.first().and_then(Lineage::end);
         // Behind parts that the store has lost there are no images.
-        let line = lines.iter().find(|line| base_of(line).is_some());
-        let Some(line) = line.or(lines.last()) else {
-            return Ok(None);
-        };
-        let base = base_of(&line).cloned();
+        let mut found = None;
+        for mut line in lines {
+            let Some(header) = line.cut_damaged_end(archive).await? else {
+                continue;
+            };
+            let base = bases.iter().rev().find(|base| line.leads(base)).cloned();
+            let restorable = base.is_some();
+            found = Some((line, header, base));
+            if restorable {
+                break;
+            }
+        }
+        let base = found.as_ref().and_then(|(.., base)| base.as_ref());
         // Without images on the line, those of another one have chunks too.
-        if let Some(newest) = base.as_ref().or(bases.last()) {
+        if let Some(newest) = base.or(bases.last()) {
             let (newest, _) = read_base(archive, newest.at).await?;
             chunks.extend(newest.chunks().map(str::to_owned));
         }
-        let Some(end) = line.end() else {
+        let Some((line, header, base)) = found else {
             return Ok(None);
         };
-        let (header, _) = read_part(archive, end).await?;
-        let root = read_root(archive, header.root_at).await?;
-        Ok(Some(Self { header, root, base }))
+        // All points of the line begin with it.
+        if let Some(base) = &base
+            && whole_part(archive, base.first_part).await?.is_none()
+        {
+            return Ok(None);
+        }
+        let root = match read_root(archive, header.root_at).await {
+            Err(error) if error.kind() == ErrorKind::Damaged => {
+                let archive = archive.shown();
+                tracing::warn!("{archive}: {error}; the archive begins anew behind it");
+                return Ok(None);
+            }
+            root => root?,
+        };
+        Ok(Some(Self {
+            lost: newest != Some(header.at),
+            line,
+            header,
+            root,
+            base,
+        }))
     }
 
     /// Goes on behind the end, or says why not.
@@ -958,6 +989,12 @@ impl End {
         let header = self.header;
         if let Some(why) = root.why_other_images(&self.root) {
             return Ok(Err(Some(why)));
+        }
+        let needed = |segment: &&(u64, ObjectId)| segment.0 >= root.first_sequence();
+        let mut needed = header.segments.iter().filter(needed);
+        if let Some((_, lost)) = needed.find(|(_, at)| !self.line.has(*at)) {
+            let lost = layout::part(*lost);
+            return Ok(Err(Some(format!("the archive has lost {lost}"))));
         }
         if root.lacks_rewinds_of(&self.root) {
             let why =

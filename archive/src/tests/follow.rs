@@ -7,6 +7,7 @@ use walvisor_storage::{DiskOptions, LockedLog, Operation, Point, Retention, Stor
 use walvisor_testkit::queue;
 
 use super::faulty::FaultyStore;
+use super::strange::flip;
 use super::{
     Bench, archive_in, bytes_of, copy_images, mark, options, refused, settle, take_over, uploader,
     write,
@@ -368,4 +369,28 @@ fn zeroes_replace_what_the_images_had_before() {
     let following = replica(&bench, &archive).unwrap();
     assert_eq!(newest(&following)[0], 0);
     assert_eq!(std::fs::read(path).unwrap()[0], 0);
+}
+
+/// The part rots before the replica has it.
+#[test]
+fn a_replica_follows_whoever_goes_on_before_a_damaged_part() {
+    let (bench, archive, store) = Bench::in_use(Retention::All);
+    put(&store, 1);
+    let mut up = uploader(&archive, &bench);
+    settle(&mut up);
+    let mut replica = replica(&bench, &archive).unwrap();
+    let reached = replica.tick().unwrap().last.lsn;
+    put(&store, 2);
+    settle(&mut up);
+    let parts = archive.block_on(archive.list(layout::PARTS)).unwrap();
+    flip(&archive, &parts.last().unwrap().name);
+    assert_eq!(kind(replica.tick()), Some(ErrorKind::Damaged));
+    put(&store, 3);
+    let newest_lsn = settle(&mut uploader(&archive, &bench)).last.lsn;
+    assert!(newest_lsn > reached);
+    let caught_up = |_| replica.tick().unwrap().caught_up;
+    assert!((0..10).any(caught_up));
+    assert_eq!(newest(&replica)[0], 3);
+    assert_eq!(replica.promote().unwrap().commit.lsn, newest_lsn);
+    store.close().unwrap();
 }

@@ -5,6 +5,7 @@ mod faulty;
 mod follow;
 mod history;
 mod large;
+mod rot;
 mod serving;
 mod strange;
 

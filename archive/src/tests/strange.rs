@@ -23,13 +23,13 @@ use crate::uploader::{UploadOptions, Uploader, now_us};
 use crate::url::ArchiveUrl;
 
 /// The newest manifest.
-fn newest_base(archive: &Archive) -> ObjectId {
+pub(super) fn newest_base(archive: &Archive) -> ObjectId {
     let catalog = archive.block_on(Catalog::read(archive)).unwrap();
     *catalog.bases.last().unwrap()
 }
 
 /// Changes an object's header.
-fn change<H: Header>(archive: &Archive, name: &str, change: impl FnOnce(&mut H)) {
+pub(super) fn change<H: Header>(archive: &Archive, name: &str, change: impl FnOnce(&mut H)) {
     let bytes = archive.block_on(archive.need(name)).unwrap();
     let (mut header, body) = object::open::<H>(name, &bytes).unwrap();
     change(&mut header);
@@ -37,7 +37,7 @@ fn change<H: Header>(archive: &Archive, name: &str, change: impl FnOnce(&mut H))
     archive.block_on(archive.put(name, &sealed.into())).unwrap();
 }
 
-fn flip(archive: &Archive, name: &str) {
+pub(super) fn flip(archive: &Archive, name: &str) {
     let mut bytes = archive.block_on(archive.need(name)).unwrap().to_vec();
     let at = bytes.len() / 2;
     bytes[at] ^= 1;
@@ -48,7 +48,7 @@ fn newest(bench: &Bench, archive: &Archive) -> Result<(tempfile::TempDir, Restor
     bench.restore(archive, Point::Newest)
 }
 
-fn told<T>(result: Result<T>) -> String {
+pub(super) fn told<T>(result: Result<T>) -> String {
     result.err().expect("refused").to_string()
 }
 
