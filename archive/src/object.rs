@@ -85,12 +85,14 @@ impl Header for PartHeader {
 
 impl PartHeader {
     /// An LSN up to which no record is after a time, whatever its own time says: the log was as of
-    /// the last record up to that time.
-    pub(crate) fn before(&self, at: Point) -> u64 {
-        let Point::Time(unix_us) = at else { return 0 };
+    /// the last record up to that time. `None`: there is none.
+    pub(crate) fn before(&self, at: Point) -> Option<u64> {
+        let Point::Time(unix_us) = at else {
+            return None;
+        };
         let mut moments = self.set_back.iter().rev();
         let moment = moments.find(|moment| moment.unix_us <= unix_us);
-        moment.map_or(0, |moment| moment.lsn)
+        moment.map(|moment| moment.lsn)
     }
 }
 

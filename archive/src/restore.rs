@@ -276,7 +276,7 @@ impl<'a> Plan<'a> {
             }
             let Some(newest) = newest else { continue };
             let at = resolve(archive, &newest, at).await?;
-            let known = at.map_or(0, |at| newest.before(at));
+            let known = at.and_then(|at| newest.before(at));
             let mut oldest = None;
             for &place in catalog.bases.iter().rev() {
                 if damaged.contains(&place) {
@@ -297,7 +297,8 @@ impl<'a> Plan<'a> {
                     // Images whose time is not known were there when they were sent.
                     Point::Time(unix_us) => {
                         let time = time_of(base.exact, base.made_us);
-                        (base.exact.lsn <= known || time <= unix_us, false)
+                        let known = known.is_some_and(|known| base.exact.lsn <= known);
+                        (known || time <= unix_us, false)
                     }
                     _ => {
                         let Moment { lsn, cid, .. } = base.exact;
@@ -315,7 +316,7 @@ impl<'a> Plan<'a> {
                         base,
                         root,
                         at,
-                        before: known,
+                        before: known.unwrap_or(0),
                         damaged: damaged_part,
                     });
                 }

@@ -69,6 +69,26 @@ fn images_whose_time_is_unknown_are_not_of_all_times() {
     assert_eq!(bench.bytes_at(&archive, Point::Time(now_us()))[0], 1);
 }
 
+/// The images are those of an empty log, whose first record is newer than the time.
+#[test]
+fn nothing_leads_to_a_time_before_the_first_moment() {
+    let (bench, archive, store) = Bench::in_use(Retention::All);
+    let before = Point::Time(now_us());
+    let mut up = uploader(&archive, &bench);
+    settle(&mut up);
+    write(&store.disks()[0], 0, 1, 1);
+    let first = mark(&store.disks()[0]);
+    settle(&mut up);
+    store.close().unwrap();
+    let (disk, raw) = (bench.disk("a"), bench.disk("raw"));
+    let by_log =
+        walvisor_storage::restore_disk(&disk, &bench.log(), before, &raw, None, &mut |_, _| {});
+    by_log.unwrap_err();
+    let told = told(bench.restore(&archive, before));
+    assert!(told.contains("it reaches from"), "{told}");
+    assert_eq!(bench.bytes_at(&archive, Point::Time(first.unix_us))[0], 1);
+}
+
 /// The log was written for a while with the clock ahead: a time is that of the last record up to
 /// it, as in the log.
 #[test]
@@ -93,7 +113,7 @@ fn a_time_is_that_of_the_last_record_up_to_it() {
             last = next;
         }
         for at in 0..=1000 {
-            let known = part.before(Point::Time(at));
+            let known = part.before(Point::Time(at)).unwrap_or(0);
             let mut rest = (1..).zip(records).take(count);
             let cut = rest.find(|(lsn, unix_us)| *lsn > known && *unix_us > at);
             let reached = cut.map_or(count as u64, |(lsn, _)| lsn - 1);
@@ -101,7 +121,7 @@ fn a_time_is_that_of_the_last_record_up_to_it() {
             assert_eq!(reached, up_to.map_or(0, |at| at as u64 + 1), "{count} {at}");
         }
     }
-    assert_eq!(part.before(Point::Newest), 0);
+    assert_eq!(part.before(Point::Newest), None);
 }
 
 /// The copies' times are those of a clock that was ahead.
