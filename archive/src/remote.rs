@@ -34,6 +34,8 @@ const PAUSE: Duration = Duration::from_millis(if cfg!(test) { 1 } else { 200 });
 /// Most bytes of an object, and names in a list: a store may send anything.
 const MOST_OBJECT_BYTES: u64 = 512 << 20;
 const MOST_LISTED: usize = if cfg!(test) { 20_000 } else { 1 << 24 };
+/// How long a list may go on without a name: longer than all attempts of a request.
+const LISTED: Duration = Duration::from_secs(180);
 /// Requests under way at a time.
 pub(crate) const AT_ONCE: usize = 8;
 
@@ -48,6 +50,8 @@ pub struct Archive {
     /// This object is in the directory, or that is not the archive any more.
     anchor: Mutex<Option<Key>>,
     pub(crate) fencing: bool,
+    /// A list without a name for so long has no end.
+    pub(crate) listed_within: Duration,
     runtime: Runtime,
     counters: Counters,
 }
@@ -136,6 +140,7 @@ impl Archive {
             directory: None,
             anchor: Mutex::default(),
             fencing,
+            listed_within: LISTED,
             runtime,
             counters: Counters::default(),
         })
@@ -420,16 +425,28 @@ impl Archive {
             }
             None => self.store.list(Some(&folder_key)),
         };
-        let mut count = 0;
-        while let Some(found) = listed.next().await {
+        let (mut count, mut seen) = (0, None);
+        let endless = |why: &str| Error::damaged(folder, format!("the store's list {why}"));
+        loop {
+            // Pages without names are not seen here.
+            let next = tokio::time::timeout(self.listed_within, listed.next()).await;
+            let Some(found) = next.map_err(|_| endless("has no name for long, and no end"))? else {
+                break;
+            };
             let found = match found {
                 Err(object_store::Error::NotFound { .. }) => break,
                 found => found.map_err(|error| self.failed("list", folder, &error))?,
             };
             count += 1;
             if count > MOST_LISTED {
-                let why = format!("the store's list has more than {MOST_LISTED} names, or no end");
-                return Err(Error::damaged(folder, why));
+                return Err(endless(&format!(
+                    "has more than {MOST_LISTED} names, or no end"
+                )));
+            } else if seen.as_ref() == Some(&found.location) && self.directory.is_none() {
+                return Err(endless("has the same names again and again"));
+            } else if usize::is_power_of_two(count) {
+                // However long the list is before it repeats itself.
+                seen = Some(found.location.clone());
             }
             // The store's names are encoded, and so is the prefix.
             let Some(parts) = found.location.prefix_match(&self.prefix) else {

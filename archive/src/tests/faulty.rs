@@ -33,6 +33,8 @@ pub(super) struct FaultyStore {
     pub(super) has_all: bool,
     /// Its lists have so many chunks too.
     pub(super) chunks: u64,
+    /// Its lists of parts have no end: the same names again and again, or none.
+    pub(super) endless: Option<Vec<&'static str>>,
     /// Names that its lists have told.
     pub(super) listed: Arc<AtomicU64>,
     /// Lets another thread do something before each request that reads an object.
@@ -61,6 +63,7 @@ impl FaultyStore {
             read_only: false,
             has_all: false,
             chunks: 0,
+            endless: None,
             listed: Arc::default(),
             turns: Mutex::default(),
             unsynced: 0.into(),
@@ -249,6 +252,23 @@ impl ObjectStore for FaultyStore {
                 })
             };
             return stream::iter((0..self.chunks).map(chunk)).boxed();
+        }
+        if let Some(names) = &self.endless
+            && prefix.is_some_and(|prefix| prefix.filename() == Some("parts"))
+        {
+            let found = |name: &'static str| {
+                Ok(ObjectMeta {
+                    location: format!("a/log/parts/{name}").into(),
+                    last_modified: std::time::SystemTime::now().into(),
+                    size: 1,
+                    e_tag: None,
+                    version: None,
+                })
+            };
+            return match names[..] {
+                [] => stream::pending().boxed(),
+                _ => stream::iter(names.clone().into_iter().cycle().map(found)).boxed(),
+            };
         }
         match self.fault().map(|fault| fault % 2) {
             None => {

@@ -338,6 +338,25 @@ fn a_store_that_says_anything_is_bounded() {
 }
 
 #[test]
+fn a_list_without_end_is_refused() {
+    let (bench, archive, _store) = Bench::in_use(Retention::Nothing);
+    settle(&mut uploader(&archive, &bench));
+    let told_by = |names: &[&'static str]| {
+        let mut endless = FaultyStore::new(bench.store.clone(), 0, 0);
+        endless.endless = Some(names.to_vec());
+        let mut archive = archive_in(Arc::new(endless));
+        archive.listed_within = std::time::Duration::from_millis(1);
+        told(survey(&archive))
+    };
+    let told = told_by(&[]);
+    assert!(told.contains("no name for long"), "{told}");
+    for names in [&["1/1"][..], &["1/1", "1/2", "1/3", "1/4", "1/5"]] {
+        let told = told_by(names);
+        assert!(told.contains("again and again"), "{told}");
+    }
+}
+
+#[test]
 fn a_manifest_or_a_part_of_impossible_numbers_is_damaged() {
     let (bench, archive, _store) = Bench::in_use(Retention::All);
     settle(&mut uploader(&archive, &bench));
