@@ -110,8 +110,12 @@ impl Claim {
     /// The claim in an object. A damaged one counts as that of an unknown writer, and a warning
     /// names it.
     pub(crate) fn of(bytes: &[u8], name: &str, epoch: u64) -> Self {
-        let claim = serde_json::from_slice(bytes);
-        let claim: Self = claim.unwrap_or_else(|error| {
+        let claim = serde_json::from_slice(bytes).map_err(|error| error.to_string());
+        let of_epoch = |claim: Self| match claim.epoch {
+            own if own == epoch => Ok(claim),
+            other => Err(format!("it is the claim of epoch {other}")),
+        };
+        let claim = claim.and_then(of_epoch).unwrap_or_else(|error| {
             let error = Error::damaged(name, error);
             tracing::warn!("{error}; the archive counts as begun anew there");
             Self {

@@ -35,8 +35,11 @@ const SEARCH: Duration = Duration::from_secs(if cfg!(test) { 0 } else { 600 });
 const LOST_SEARCH: Duration = Duration::from_secs(if cfg!(test) { 0 } else { 10 });
 /// Most parts that are taken at once, of 8 MiB or so each.
 const TICK_PARTS: usize = 16;
-/// Most ticks of a replica before it takes the archive from a host that still writes.
+/// Most ticks of a replica before it takes the archive from a host that still writes, and most
+/// attempts to take it.
 const MOST_STEPS: usize = if cfg!(test) { 4 } else { 64 };
+/// Most ticks until it has what that host has sent before it knew.
+const MOST_STEPS_BEHIND: usize = 1000;
 /// The replica notes how far its images are after so many chunks.
 const NOTED_CHUNKS: usize = 64;
 
@@ -264,6 +267,7 @@ impl<'a> Replica<'a> {
     /// # Errors
     /// As [`tick`](Self::tick). It stays a replica then; say it again.
     pub fn promote(mut self) -> Result<Promotion> {
+        let mut attempts = 1;
         let left_behind = loop {
             // A busy host sends parts for ever. Once it has lost the archive, the rest is taken.
             let mut steps = 1;
@@ -272,7 +276,9 @@ impl<'a> Replica<'a> {
             }
             match self.claim() {
                 // Somebody else came first.
-                Err(error) if error.kind() == ErrorKind::Fenced => {}
+                Err(error) if error.kind() == ErrorKind::Fenced && attempts < MOST_STEPS => {
+                    attempts += 1;
+                }
                 claimed => break claimed?,
             }
         };
@@ -293,7 +299,19 @@ impl<'a> Replica<'a> {
         // This one has no parts and follows none, so it is on no line: it only stops the writer. If
         // the promotion ends before the other claim, what was sent is still where it was.
         self.claim_epoch(newest + 1, None)?;
-        while !self.step(true)?.caught_up {}
+        let mut steps = 1;
+        while !self.step(true)?.caught_up {
+            // A writer that has lost the archive sends a few parts more, and stops.
+            if steps == MOST_STEPS_BEHIND {
+                let archive = self.archive.shown();
+                let message = format!(
+                    "{archive}: somebody still writes it, although this replica has claimed it; \
+                     stop the archive's writer, and promote again"
+                );
+                return Err(Error::new(ErrorKind::Unavailable, message));
+            }
+            steps += 1;
+        }
         self.claim_epoch(newest + 2, Some(self.at))?;
         Ok(self.left_behind)
     }

@@ -394,3 +394,29 @@ fn a_replica_follows_whoever_goes_on_before_a_damaged_part() {
     assert_eq!(replica.promote().unwrap().commit.lsn, newest_lsn);
     store.close().unwrap();
 }
+
+/// Somebody has put another epoch's claim there.
+#[test]
+fn a_claim_of_another_epoch_counts_as_damaged() {
+    let (bench, archive, store) = Bench::in_use(Retention::All);
+    put(&store, 1);
+    settle(&mut uploader(&archive, &bench));
+    settle(&mut uploader(&archive, &bench));
+    let first = archive.block_on(archive.need(&layout::epoch(1))).unwrap();
+    let put_as = |epoch| {
+        let name = layout::epoch(epoch);
+        archive.block_on(archive.put(&name, &first)).unwrap();
+    };
+    put_as(3);
+    // This log goes on, if somebody says so.
+    put(&store, 2);
+    let mut up = Uploader::new(&archive, &bench.log(), take_over()).unwrap();
+    settle(&mut up);
+    assert_eq!(up.epoch(), 4);
+    put_as(5);
+    let mut replica = replica(&bench, &archive).unwrap();
+    let newest = replica.tick().unwrap().last;
+    replica.claim().unwrap();
+    assert_eq!(replica.promote().unwrap().commit, newest);
+    store.close().unwrap();
+}

@@ -152,7 +152,7 @@ fn take_over() -> UploadOptions {
 fn claim_elsewhere(archive: &Archive, epoch: u64) {
     let name = layout::epoch(epoch);
     let claim = archive.block_on(archive.need(&name)).unwrap();
-    let mut claim = Claim::of(&claim, &name, 1);
+    let mut claim = Claim::of(&claim, &name, epoch);
     claim.host = "elsewhere".to_owned();
     claim.owner = "process 1 on elsewhere".to_owned();
     let claim = serde_json::to_vec(&claim).unwrap().into();
