@@ -317,12 +317,13 @@ pub(crate) fn no_archive(archive: &Archive) -> Error {
     )
 }
 
-/// The epoch and the number in a name.
+/// The epoch and the number in a name. Nobody counts to numbers that others could not follow.
 fn place_of(name: &str) -> Option<ObjectId> {
     let (folder, _) = name.rsplit_once('/')?;
+    let number = |name| layout::number(name).filter(|number| *number < u64::MAX - MOST_UNLISTED);
     Some(ObjectId {
-        epoch: layout::number(folder)?,
-        number: layout::number(name)?,
+        epoch: number(folder)?,
+        number: number(name)?,
     })
 }
 
@@ -419,6 +420,18 @@ pub(crate) async fn read_base(archive: &Archive, at: ObjectId) -> Result<(BaseHe
     }
     let checked = header.check();
     checked.map_err(|why| Error::damaged(&name, why))?;
+    let decoded = LogRoot::decode(&root).map_err(|error| Error::damaged(&name, error))?;
+    let of_log = decoded.images().into_iter();
+    let copied = header
+        .images
+        .iter()
+        .map(|image| (image.disk_id, image.bytes));
+    if !copied.eq(of_log.map(|image| (image.disk_id, image.bytes))) {
+        return Err(Error::damaged(
+            &name,
+            "its images are not those of the log's disks",
+        ));
+    }
     Ok((header, root))
 }
 

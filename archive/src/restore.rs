@@ -110,7 +110,13 @@ pub fn verify(archive: &Archive, at: Point, progress: Progress<'_>) -> Result<Re
             Ok(())
         })?;
     }
-    let log = plan.read_log(&mut |_, _, _| Ok(()))?;
+    let mut sequences = BTreeSet::new();
+    let log = plan.read_log(&mut |sequence, _, _| {
+        sequences.insert(sequence);
+        Ok(())
+    })?;
+    let assembled = AssembledLog::check(&plan.log_parts(&log, sequences.len(), &[]));
+    assembled.map_err(|error| Error::damaged(&layout::base(plan.base.at), error))?;
     let images = image_paths(Path::new(""), &plan.base.images);
     let log_dir = log_dir_of(Path::new(""), &images);
     progress(total, total);
@@ -400,18 +406,28 @@ impl<'a> Plan<'a> {
         })?;
         let ids = self.base.images.iter().map(|image| image.disk_id);
         let copies: Vec<(u32, PathBuf)> = ids.zip(images.iter().cloned()).collect();
-        let parts = LogParts {
+        let parts = self.log_parts(&log, slots.len(), &copies);
+        AssembledLog::new(&log_dir, &parts)?.create()?;
+        Ok(self.done(&log, log_dir, images, 0))
+    }
+
+    /// What to make the log of.
+    fn log_parts<'b>(
+        &self,
+        log: &'b LogReader,
+        segments: usize,
+        images: &'b [(u32, PathBuf)],
+    ) -> LogParts<'b> {
+        LogParts {
             roots: &log.roots,
             images_lsn: self.base.images_lsn,
             first_sequence: self.base.first_sequence,
-            segments: slots.len() as u32,
+            segments: segments as u32,
             last: log.last,
             until: log.until.0,
             until_us: log.until.1,
-            images: &copies,
-        };
-        AssembledLog::new(&log_dir, &parts)?.create()?;
-        Ok(self.done(&log, log_dir, images, 0))
+            images,
+        }
     }
 
     fn done(

@@ -65,9 +65,11 @@ fn with_copies(bench: &Bench, count: u64) -> Archive {
     let newest = |number| ObjectId { epoch: 1, number };
     let (mut header, root) = archive.block_on(read_base(&archive, newest(1))).unwrap();
     let image = &mut header.images[0];
-    image.bytes = CHUNKS as u64 * header.chunk_bytes;
-    let name = |number: usize| Some(object::hash(&number.to_le_bytes()));
-    image.chunks = (0..CHUNKS).map(name).collect();
+    // The image is as large as the disk.
+    header.chunk_bytes = image.bytes / CHUNKS as u64;
+    let chunks = image.bytes.div_ceil(header.chunk_bytes);
+    let name = |number: u64| Some(object::hash(&number.to_le_bytes()));
+    image.chunks = (0..chunks).map(name).collect();
     for number in 1..=count {
         header.at = newest(number);
         let object = object::seal(&header, &root).unwrap().into();

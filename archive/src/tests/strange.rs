@@ -13,11 +13,12 @@ use super::{
 };
 use crate::error::{Error, ErrorKind, Result};
 use crate::expire::{DAY_US, Lease};
+use crate::follow::Replica;
 use crate::layout::{self, ObjectId};
 use crate::lineage::{Catalog, read_base, read_part};
 use crate::object::{self, BaseHeader, Header, Moment, PartHeader, note_clock};
 use crate::remote::{Archive, CreateOutcome};
-use crate::restore::RestoreReport;
+use crate::restore::{RestoreReport, verify};
 use crate::survey::survey;
 use crate::uploader::{UploadOptions, Uploader, now_us};
 use crate::url::ArchiveUrl;
@@ -363,12 +364,19 @@ fn a_manifest_or_a_part_of_impossible_numbers_is_damaged() {
     let at = newest_base(&archive);
     let name = layout::base(at);
     let whole = archive.block_on(archive.need(&name)).unwrap();
-    let changes: [fn(&mut BaseHeader); 5] = [
+    let changes: [fn(&mut BaseHeader); 9] = [
         |base| base.chunk_bytes = 0,
         |base| base.chunk_bytes = 8 << 40,
         |base| base.images[0].bytes += 64 << 10,
         |base| drop(base.images[0].chunks.pop()),
         |base| base.images[0].chunks[0] = Some("..".repeat(32)),
+        |base| drop(base.images.pop()),
+        |base| base.images.push(base.images[0].clone()),
+        |base| base.images[0].disk_id += 1,
+        |base| {
+            base.images[0].bytes -= 64 << 10;
+            base.images[0].chunks.pop();
+        },
     ];
     for (number, changed) in changes.into_iter().enumerate() {
         change(&archive, &name, changed);
@@ -379,6 +387,26 @@ fn a_manifest_or_a_part_of_impossible_numbers_is_damaged() {
         archive.block_on(archive.put(&name, &whole)).unwrap();
     }
     newest(&bench, &archive).unwrap();
+    let changes: [fn(&mut BaseHeader); 2] = [
+        |base| base.first_sequence = u64::MAX,
+        |base| base.images_lsn = u64::MAX,
+    ];
+    for changed in changes {
+        change(&archive, &name, changed);
+        let verified = verify(&archive, Point::Newest, &mut |_, _| {});
+        assert_eq!(verified.unwrap_err().kind(), ErrorKind::Damaged);
+        assert!(newest(&bench, &archive).is_err());
+        let replica = bench.dir.path().join("replica");
+        assert!(Replica::open(&archive, &replica, &mut |_, _| {}).is_err());
+        std::fs::remove_dir_all(replica).unwrap();
+        archive.block_on(archive.put(&name, &whole)).unwrap();
+    }
+    // Names whose numbers nothing can follow.
+    for name in ["parts/00000001/18446744073709551615", "parts/00000001/9"] {
+        archive.block_on(archive.put(name, &whole)).unwrap();
+    }
+    survey(&archive).unwrap();
+    settle(&mut uploader(&archive, &bench));
     let first = ObjectId {
         epoch: 1,
         number: 1,

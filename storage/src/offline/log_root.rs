@@ -326,6 +326,14 @@ pub struct AssembledLog {
 }
 
 impl AssembledLog {
+    /// Looks whether a log can be made of these parts, as far as no file tells.
+    ///
+    /// # Errors
+    /// [`ErrorKind::Damaged`] if not.
+    pub fn check(parts: &LogParts<'_>) -> Result<()> {
+        parts.control().map(drop)
+    }
+
     /// Marks the images, makes them as large as their disks, and makes the control file, in memory.
     ///
     /// # Errors
@@ -401,35 +409,10 @@ impl LockedLog {
 }
 
 fn assembled(log_dir: &Path, parts: &LogParts<'_>) -> Result<LogRoot> {
-    let (first, newest) = match parts.roots {
-        [] => return Err(invalid("no root to make a log of".to_owned())),
-        [first, .., newest] => (first, newest),
-        [only] => (only, only),
-    };
+    let mut control = parts.control()?;
     let real = real_path(log_dir)?;
     let home = filesystem::parent(&real).to_owned();
-    let mut control = newest.control.clone();
-    let checkpoint = first.control.header.checkpoint_lsn;
-    control.rewinds = rewinds(parts, checkpoint.get());
-    let end = control
-        .rewinds
-        .last()
-        .map_or(parts.last.lsn, |last| last.at.get().max(parts.last.lsn));
-    control.snapshots.retain(|snapshot| {
-        let lsn = snapshot.lsn.get();
-        snapshot.is_named() && (parts.images_lsn..=end).contains(&lsn)
-    });
-    for snapshot in &mut control.snapshots {
-        snapshot.saved = U32::new(0);
-    }
-    for image in &mut control.images {
-        (image.spilled, image.written) = (U16::new(0), U64::new(0));
-    }
     for entry in &mut control.disks {
-        entry.samples = [Sample::new_zeroed(); SAMPLES];
-        (entry.resizing, entry.marked) = (0, 0);
-        entry.generation = entry.generation.max(entry.next_generation);
-        entry.next_generation = entry.generation;
         entry.path_len = U16::new(0);
         let copy = parts.images.iter().find(|(id, _)| *id == entry.id.get());
         let Some((_, path)) = copy else { continue };
@@ -449,33 +432,68 @@ fn assembled(log_dir: &Path, parts: &LogParts<'_>) -> Result<LogRoot> {
         entry.set_inode(&file.inode().map_err(failed)?);
         filesystem::sync_dir(filesystem::parent(path))?;
     }
-    let header = &mut control.header;
-    let most = u64::from(parts.segments) + SPARE_SEGMENTS;
-    let limit = *SEGMENTS.end();
-    if most > u64::from(limit) {
-        return Err(Error::new(
-            ErrorKind::Damaged,
-            format!(
-                "{} segments of log since the images were copied, and a log has at most \
-                 {limit}; restore to an earlier point, or to one after the next copy",
-                parts.segments
-            ),
-        ));
-    }
-    header.max_segments = U32::new(header.max_segments.get().max(most as u32));
-    header.first_sequence = U64::new(parts.first_sequence);
-    header.checkpoint_lsn = checkpoint;
-    header.copying_lsn = U64::new(parts.images_lsn);
-    header.next_lsn = U64::new(end.max(parts.images_lsn) + 1);
-    header.next_cid = U64::new(parts.last.cid + 1);
-    control.durable_lsn = U64::new(parts.last.lsn);
-    if !control.fits() || !control.counted() {
-        return Err(Error::new(
-            ErrorKind::Damaged,
-            "the log's roots in the archive contradict each other",
-        ));
-    }
     Ok(LogRoot { control, home })
+}
+
+impl LogParts<'_> {
+    /// The control file, without the images.
+    fn control(&self) -> Result<Control> {
+        let (first, newest) = match self.roots {
+            [] => return Err(invalid("no root to make a log of".to_owned())),
+            [first, .., newest] => (first, newest),
+            [only] => (only, only),
+        };
+        let mut control = newest.control.clone();
+        let checkpoint = first.control.header.checkpoint_lsn;
+        control.rewinds = rewinds(self, checkpoint.get());
+        let end = control
+            .rewinds
+            .last()
+            .map_or(self.last.lsn, |last| last.at.get().max(self.last.lsn));
+        control.snapshots.retain(|snapshot| {
+            let lsn = snapshot.lsn.get();
+            snapshot.is_named() && (self.images_lsn..=end).contains(&lsn)
+        });
+        for snapshot in &mut control.snapshots {
+            snapshot.saved = U32::new(0);
+        }
+        for image in &mut control.images {
+            (image.spilled, image.written) = (U16::new(0), U64::new(0));
+        }
+        for entry in &mut control.disks {
+            entry.samples = [Sample::new_zeroed(); SAMPLES];
+            (entry.resizing, entry.marked) = (0, 0);
+            entry.generation = entry.generation.max(entry.next_generation);
+            entry.next_generation = entry.generation;
+        }
+        let header = &mut control.header;
+        let most = u64::from(self.segments) + SPARE_SEGMENTS;
+        let limit = *SEGMENTS.end();
+        if most > u64::from(limit) {
+            return Err(Error::new(
+                ErrorKind::Damaged,
+                format!(
+                    "{} segments of log since the images were copied, and a log has at most \
+                     {limit}; restore to an earlier point, or to one after the next copy",
+                    self.segments
+                ),
+            ));
+        }
+        header.max_segments = U32::new(header.max_segments.get().max(most as u32));
+        header.first_sequence = U64::new(self.first_sequence);
+        header.checkpoint_lsn = checkpoint;
+        header.copying_lsn = U64::new(self.images_lsn);
+        header.next_lsn = U64::new(end.max(self.images_lsn).saturating_add(1));
+        header.next_cid = U64::new(self.last.cid.saturating_add(1));
+        control.durable_lsn = U64::new(self.last.lsn);
+        if !control.fits() || !control.counted() {
+            return Err(Error::new(
+                ErrorKind::Damaged,
+                "the log's roots in the archive contradict each other",
+            ));
+        }
+        Ok(control)
+    }
 }
 
 /// The restores in place that the roots tell of, and that count.
@@ -495,7 +513,7 @@ fn rewinds(parts: &LogParts<'_>, checkpoint: u64) -> Vec<RewindEntry> {
     let mut end = parts.last.lsn;
     all.retain(|rewind| {
         let at = rewind.at.get();
-        end = if at == end + 1 { at } else { end };
+        end = if at == end.saturating_add(1) { at } else { end };
         at <= end
     });
     all
