@@ -25,7 +25,7 @@ use crate::object::{self, BaseHeader, BaseImage, PartHeader};
 use crate::remote::Archive;
 use crate::restore::{
     LogReader, Plan, Progress, REPLICA_NOTE, RestoredDisk, clear_log, fetch_chunk, image_paths,
-    log_dir_of, refuse_occupied, restored_disks, write_note,
+    log_dir_of, refuse_occupied, restored_disks, unfinished, write_note,
 };
 use crate::uploader::now_us;
 
@@ -135,7 +135,7 @@ impl<'a> Replica<'a> {
             })?,
             Err(_) => {
                 // The first note may not have got its name.
-                let _ = fs::remove_file(dir.join(format!("{REPLICA_NOTE}.new")));
+                let _ = fs::remove_file(dir.join(unfinished(REPLICA_NOTE)));
                 refuse_occupied(dir)?;
                 Note {
                     archive: archive.shown().to_owned(),

@@ -580,10 +580,15 @@ impl Note {
     }
 }
 
+/// The name of a note that is not whole yet.
+pub(crate) fn unfinished(note: &str) -> String {
+    format!("{note}.new")
+}
+
 /// Writes a note to a file, as a whole or not at all.
 pub(crate) fn write_note(dir: &Path, name: &str, note: &impl Serialize) -> Result<()> {
     let path = dir.join(name);
-    let unfinished = dir.join(format!("{name}.new"));
+    let unfinished = dir.join(unfinished(name));
     let write = || {
         let file = File::create(&unfinished)?;
         serde_json::to_writer(&file, note)?;
@@ -596,16 +601,19 @@ pub(crate) fn write_note(dir: &Path, name: &str, note: &impl Serialize) -> Resul
 
 /// Where the images go: the names they had, made different where two are the same.
 pub(crate) fn image_paths(dir: &Path, images: &[BaseImage]) -> Vec<PathBuf> {
-    let mut taken = vec![NOTE.to_owned(), REPLICA_NOTE.to_owned()];
+    let notes = [NOTE, REPLICA_NOTE].map(str::to_owned);
+    let mut taken: Vec<_> = notes.iter().map(|note| unfinished(note)).collect();
+    taken.extend(notes);
     if images.len() != 1 {
         taken.push(LOG_NAME.to_owned());
     }
     // The image, and what may be beside it.
     let names = |name: &str| ["", ".wal", ".fetch", ".fetch.new"].map(|end| format!("{name}{end}"));
     let paths = images.iter().map(|image| {
-        // A name from the store must not lead out of the directory.
+        // A name from the store must not lead out of the directory, nor command a terminal.
         let plain = Path::new(&image.name).file_name();
-        let plain = plain.map_or("disk".into(), |name| name.to_string_lossy().into_owned());
+        let plain = plain.map_or("disk".into(), |name| name.to_string_lossy());
+        let plain = plain.replace(char::is_control, "_");
         let mut name = plain.clone();
         let mut number = image.disk_id;
         while names(&name).iter().any(|name| taken.contains(name)) {
@@ -669,6 +677,10 @@ mod tests {
             image(5, "a.img.wal"),
             image(6, "disk.fetch"),
             image(7, "log"),
+            image(8, "walvisor-restore.json.new"),
+            image(9, "walvisor-replica.json"),
+            image(10, "walvisor-replica.json.new"),
+            image(11, "\x1b]0;owned\x07\u{9b}x\n"),
         ];
         let dir = Path::new("/d");
         let paths = image_paths(dir, &images);
@@ -680,6 +692,10 @@ mod tests {
             "5-a.img.wal",
             "6-disk.fetch",
             "7-log",
+            "8-walvisor-restore.json.new",
+            "9-walvisor-replica.json",
+            "10-walvisor-replica.json.new",
+            "_]0;owned__x_",
         ];
         assert_eq!(paths, wanted.map(|name| dir.join(name)));
         assert_eq!(log_dir_of(dir, &paths), dir.join("log"));
