@@ -134,6 +134,11 @@ impl FromStr for ArchiveUrl {
                 return Err(invalid("an endpoint begins with http:// or https://"));
             } else if endpoint.as_ref().is_some_and(|url| url.contains('@')) {
                 return Err(invalid(NO_KEYS));
+            } else if endpoint
+                .as_ref()
+                .is_some_and(|url| url.contains(['?', '#']))
+            {
+                return Err(invalid("an endpoint has no question mark and no #"));
             }
             StorePlace::S3 {
                 bucket: bucket.to_owned(),
@@ -219,6 +224,9 @@ mod tests {
         for text in [
             "s3://b/a?secret=hidden",
             "s3://b/a?endpoint=https://key:hidden@store",
+            "s3://b/a?endpoint=http://h:9000/?X-Amz-Signature=hidden",
+            "s3://b/a?endpoint=http://h:9000/%3Fx?hidden&region=eu",
+            "s3://b/a?endpoint=http://h:9000#hidden",
         ] {
             let error = self::error(text);
             assert!(!error.contains("hidden"), "{error}");
