@@ -193,7 +193,8 @@ async fn remove_old(
     gone.extend(renewed(archive, layout::EXPIRING, now_us).await?.1);
     let catalog = Catalog::read(archive).await?;
     let (bases, mut damaged) = catalog.read_bases(archive).await?;
-    let needs = NeededObjects::find(archive, &catalog, &bases, &leased, options, now_us).await?;
+    let leased = leased.as_deref();
+    let needs = NeededObjects::find(archive, &catalog, &bases, leased, options, now_us).await?;
     let (kept, expired): (Vec<_>, Vec<_>) = bases
         .iter()
         .partition(|base| needs.bases.contains(&base.at));
@@ -241,15 +242,26 @@ async fn remove_old(
     Ok(report)
 }
 
-/// The bases that running restores need, and the names of leases that have ended.
-async fn leased(archive: &Archive, now_us: u64) -> Result<(Vec<ObjectId>, Vec<String>)> {
+/// The bases that running restores need, and the names of leases that have ended. `None`: any base,
+/// since a lease is damaged, which a warning names.
+async fn leased(archive: &Archive, now_us: u64) -> Result<(Option<Vec<ObjectId>>, Vec<String>)> {
     let (renewed, ended) = renewed(archive, layout::LEASES, now_us).await?;
-    let mut bases = Vec::new();
+    let mut bases = Some(Vec::new());
     for name in renewed {
-        if let Some(bytes) = archive.get(&name).await? {
-            let note = serde_json::from_slice(&bytes);
-            let note: LeaseNote = note.map_err(|error| Error::damaged(&name, error))?;
-            bases.push(note.base);
+        let Some(bytes) = archive.get(&name).await? else {
+            continue;
+        };
+        match serde_json::from_slice::<LeaseNote>(&bytes) {
+            Ok(note) => bases.iter_mut().for_each(|bases| bases.push(note.base)),
+            Err(error) => {
+                let error = Error::damaged(&name, error);
+                tracing::warn!(
+                    "{}: {error}; a restore may need any images, so all stay until that object is \
+                     a day old",
+                    archive.shown()
+                );
+                bases = None;
+            }
         }
     }
     Ok((bases, ended))
@@ -281,7 +293,7 @@ impl NeededObjects {
         archive: &Archive,
         catalog: &Catalog,
         bases: &[BaseHeader],
-        leased: &[ObjectId],
+        leased: Option<&[ObjectId]>,
         options: &ExpireOptions,
         now_us: u64,
     ) -> Result<Self> {
@@ -308,7 +320,7 @@ impl NeededObjects {
             let ended = whole.is_some_and(|end| time_of(end.last, end.made_us) < cutoff);
             for (i, base) in own.into_iter().enumerate() {
                 let since = i >= first && !ended || newest && base.at == last_base;
-                if since || leased.contains(&base.at) {
+                if since || leased.is_none_or(|leased| leased.contains(&base.at)) {
                     needs.keep_from(archive, line, base, false).await?;
                 } else if days.contains(&base.at) {
                     needs.keep_from(archive, line, base, true).await?;

@@ -1042,8 +1042,14 @@ async fn claim_log(archive: &Archive, root: &LogRoot) -> Result<()> {
     let CreateOutcome::Taken(found) = archive.create(layout::LOG, &Bytes::from(text)).await? else {
         return Ok(());
     };
-    let found: ArchivedLog =
-        serde_json::from_slice(&found).map_err(|error| Error::damaged(layout::LOG, error))?;
+    let found: ArchivedLog = serde_json::from_slice(&found).map_err(|error| {
+        let archive = archive.shown();
+        let why = format!(
+            "{error}; if {archive} is the archive of this log, remove that object from the store, \
+             and push again"
+        );
+        Error::damaged(layout::LOG, why)
+    })?;
     if found == own {
         return Ok(());
     }

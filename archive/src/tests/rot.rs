@@ -5,10 +5,11 @@ use walvisor_storage::{Commit, Point, Retention, Store};
 
 use super::strange::{flip, told};
 use super::{
-    AT_ONCE, Bench, claim_elsewhere, copy_images, expire_before, mark, refused, settle, take_over,
-    uploader, write,
+    AT_ONCE, Bench, claim_elsewhere, copied_four_times, copy_images, expire_before, mark,
+    reachable, refused, settle, take_over, uploader, write,
 };
 use crate::error::ErrorKind;
+use crate::expire::DAY_US;
 use crate::layout::{self, ObjectId};
 use crate::remote::Archive;
 use crate::restore::verify;
@@ -125,6 +126,37 @@ fn the_archive_begins_anew_behind_an_oldest_part_that_was_removed() {
     settle(&mut uploader(&archive, &bench));
     archive.block_on(archive.remove(&part(1))).unwrap();
     mends(&bench, &archive, 4);
+    store.close().unwrap();
+}
+
+/// A lease may be of any images; other notes tell what to do.
+#[test]
+fn damaged_notes_stop_nothing_for_ever() {
+    let (bench, archive, store, commits) = copied_four_times();
+    let put = |name: &str| {
+        let rotten = "?".into();
+        archive.block_on(archive.put(name, &rotten)).unwrap();
+    };
+    put(&layout::lease("1"));
+    let newest = commits[3].0.unix_us;
+    let gone = expire_before(&archive, newest, 0, AT_ONCE);
+    assert_eq!((gone.bases, gone.chunks), (0, 0));
+    assert_eq!(reachable(&bench, &archive, &commits), [1, 2, 3, 4]);
+    // A day later it has ended.
+    let gone = expire_before(&archive, newest + 2 * DAY_US, 0, AT_ONCE);
+    assert!(gone.bases > 0, "{gone:?}");
+    assert!(
+        archive
+            .block_on(archive.list(layout::LEASES))
+            .unwrap()
+            .is_empty()
+    );
+    put(layout::LOG);
+    let told = refused(&archive, &bench.log()).to_string();
+    assert!(told.contains("remove that object"), "{told}");
+    archive.block_on(archive.remove(layout::LOG)).unwrap();
+    settle(&mut uploader(&archive, &bench));
+    assert_eq!(reachable(&bench, &archive, &commits), [4]);
     store.close().unwrap();
 }
 
