@@ -338,7 +338,13 @@ impl<'a> Plan<'a> {
                 format!("from {from} to {to}")
             })
             .collect();
+        let broken = damaged_part.is_some() || !damaged.is_empty();
         let reach = match &spans[..] {
+            [] if broken => {
+                "what leads to its points is damaged, as the warnings say; the next 'walvisor archive \
+                 push' makes another beginning"
+                    .to_owned()
+            }
             [] => {
                 "its first copy of the images is not complete yet; let 'walvisor archive push' end"
                     .to_owned()

@@ -113,6 +113,11 @@ fn the_archive_begins_anew_behind_a_damaged_oldest_part() {
     assert!(!survey(&archive).unwrap().spans.is_empty());
     let error = told(verify(&archive, Point::Newest, &mut |_, _| {}));
     assert!(error.contains(&part(1)), "{error}");
+    for number in 2..=parts(&archive) {
+        flip(&archive, &part(number));
+    }
+    let error = told(bench.restore(&archive, Point::Newest));
+    assert!(error.contains("makes another beginning"), "{error}");
     assert_eq!(mends(&bench, &archive, 4).last, commits[4]);
     store.close().unwrap();
 }
