@@ -426,7 +426,13 @@ impl Archive {
             None => self.store.list(Some(&folder_key)),
         };
         let (mut count, mut seen) = (0, None);
-        let endless = |why: &str| Error::damaged(folder, format!("the store's list {why}"));
+        let endless = |why: &str| {
+            let message = format!(
+                "{}: the store's list of {folder} {why}; check the store, and what is between",
+                self.shown
+            );
+            Error::new(ErrorKind::Damaged, message)
+        };
         loop {
             // Pages without names are not seen here.
             let next = tokio::time::timeout(self.listed_within, listed.next()).await;
