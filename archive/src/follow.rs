@@ -339,6 +339,9 @@ impl<'a> Replica<'a> {
         let Some(base) = self.note.base.filter(|_| self.note.complete) else {
             return Ok(false);
         };
+        if let Some(at) = self.note.at {
+            self.refuse_lost(plan, at)?;
+        }
         let Some(lock) = self.lock_log()? else {
             return Ok(false);
         };
@@ -560,6 +563,7 @@ impl<'a> Replica<'a> {
 
     /// The archive may have newer images, or another writer.
     fn turn_to(&mut self, plan: &Plan<'a>) -> Result<()> {
+        self.refuse_lost(plan, self.at)?;
         if !plan.line.has(self.at) || !plan.line.leads(&self.base) {
             // What the replica has was sent by one that had lost the archive.
             return self.fill(plan, &mut |_, _| {});
@@ -570,6 +574,20 @@ impl<'a> Replica<'a> {
             self.rebase(plan)?;
         }
         Ok(())
+    }
+
+    /// Refuses to throw away what the archive has lost since the replica got it.
+    fn refuse_lost(&self, plan: &Plan<'a>, at: ObjectId) -> Result<()> {
+        if !plan.has_lost(at) {
+            return Ok(());
+        }
+        let why = format!(
+            "it is damaged or missing, and the replica in {} has it: push the log again, or remove \
+             {} to keep the replica as a log of its own",
+            self.dir.display(),
+            self.dir.join(REPLICA_NOTE).display()
+        );
+        Err(Error::damaged(&layout::part(at), why))
     }
 
     /// Replaces the images by newer ones, and drops the log before those. Until all chunks are

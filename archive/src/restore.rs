@@ -70,8 +70,8 @@ pub(crate) struct Plan<'a> {
     at: Point,
     /// No record up to this LSN is after the point.
     before: u64,
-    /// A part that is damaged, behind the line or another one that is newer.
-    damaged: Option<ObjectId>,
+    /// The line and newer ones with their ends, where those are damaged.
+    cut: Vec<Lineage>,
 }
 
 /// How far a restore is that was ended before its end.
@@ -120,7 +120,8 @@ pub fn verify(archive: &Archive, at: Point, progress: Progress<'_>) -> Result<Re
     let images = image_paths(Path::new(""), &plan.base.images);
     let log_dir = log_dir_of(Path::new(""), &images);
     progress(total, total);
-    if let Some(damaged) = plan.damaged.filter(|_| at == Point::Newest) {
+    let damaged = plan.cut.first().and_then(Lineage::end);
+    if let Some(damaged) = damaged.filter(|_| at == Point::Newest) {
         let last = log.last;
         let why = format!("it is damaged or missing; all is whole up to {last}; {MEND_PART}");
         return Err(Error::damaged(&layout::part(damaged), why));
@@ -273,13 +274,11 @@ impl<'a> Plan<'a> {
     /// As [`find`](Self::find), with what an archive has.
     pub(crate) async fn of(archive: &'a Archive, catalog: &Catalog, at: Point) -> Result<Self> {
         let (mut reachable, mut damaged) = (Vec::new(), BTreeSet::new());
-        let mut damaged_part = None;
+        let mut cut = Vec::new();
         for mut line in catalog.lines() {
-            let end = line.end();
+            let listed = line.clone();
             let newest = line.cut_damaged_end(archive).await?;
-            if line.end() != end {
-                damaged_part = damaged_part.or(end);
-            }
+            cut.extend((line != listed).then_some(listed));
             let Some(newest) = newest else { continue };
             let at = resolve(archive, &newest, at).await?;
             let known = at.and_then(|at| newest.before(at));
@@ -323,7 +322,7 @@ impl<'a> Plan<'a> {
                         root,
                         at,
                         before: known.unwrap_or(0),
-                        damaged: damaged_part,
+                        cut,
                     });
                 }
             }
@@ -338,7 +337,7 @@ impl<'a> Plan<'a> {
                 format!("from {from} to {to}")
             })
             .collect();
-        let broken = damaged_part.is_some() || !damaged.is_empty();
+        let broken = !cut.is_empty() || !damaged.is_empty();
         let reach = match &spans[..] {
             [] if broken => {
                 "what leads to its points is damaged, as the warnings say; the next 'walvisor archive \
@@ -373,6 +372,11 @@ impl<'a> Plan<'a> {
             wanted.map(|(number, hash)| fetch_chunk(self.archive, &self.base, image, number, hash));
         let each = |(number, bytes)| each(number, bytes).map(|()| true);
         self.carry_out(self.archive.in_order(fetch, each))
+    }
+
+    /// Whether a part is lost that was on the line, or on a newer one.
+    pub(crate) fn has_lost(&self, at: ObjectId) -> bool {
+        !self.line.has(at) && self.cut.iter().any(|line| line.has(at))
     }
 
     pub(crate) fn carry_out<T>(&self, requests: impl Future<Output = T>) -> T {

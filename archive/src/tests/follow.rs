@@ -420,3 +420,32 @@ fn a_claim_of_another_epoch_counts_as_damaged() {
     assert_eq!(replica.promote().unwrap().commit, newest);
     store.close().unwrap();
 }
+
+/// The part rots after the replica has got it.
+#[test]
+fn a_replica_keeps_what_the_archive_has_lost() {
+    let (bench, archive, store) = Bench::in_use(Retention::All);
+    put(&store, 1);
+    let mut up = uploader(&archive, &bench);
+    settle(&mut up);
+    put(&store, 2);
+    let last = settle(&mut up).last;
+    let mut following = replica(&bench, &archive).unwrap();
+    assert_eq!(following.tick().unwrap().last, last);
+    let parts = archive.block_on(archive.list(layout::PARTS)).unwrap();
+    flip(&archive, &parts.last().unwrap().name);
+    for _ in 0..2 {
+        assert_eq!(kind(following.tick()), Some(ErrorKind::Damaged));
+    }
+    assert_eq!(newest(&following)[0], 2);
+    let (disks, log) = (following.disks(), following.log_dir().to_owned());
+    drop(following);
+    let told = replica(&bench, &archive).map(drop).unwrap_err().to_string();
+    assert!(told.contains("to keep the replica"), "{told}");
+    assert_eq!(bytes_of(&disks[0].path, &log)[0], 2);
+    settle(&mut uploader(&archive, &bench));
+    let replica = replica(&bench, &archive).unwrap();
+    assert_eq!(replica.promote().unwrap().commit, last);
+    assert_eq!(bytes_of(&disks[0].path, &log)[0], 2);
+    store.close().unwrap();
+}
