@@ -283,6 +283,16 @@ impl Archive {
         put.map_err(|error| self.failed("write", name, &error))
     }
 
+    /// Writes an object again that may only be in the page cache: whoever has created it may have
+    /// been killed, or have failed, before it was synced.
+    pub(crate) async fn sync(&self, name: &str) -> Result<()> {
+        if self.cached {
+            let found = self.need(name).await?;
+            self.put(name, &found).await?;
+        }
+        Ok(())
+    }
+
     async fn put_as(
         &self,
         name: &str,

@@ -970,6 +970,11 @@ impl End {
             }
             root => root?,
         };
+        // All before them were there for certain when they were sent.
+        archive.sync(&layout::part(header.at)).await?;
+        if let Some(base) = &base {
+            archive.sync(&layout::base(base.at)).await?;
+        }
         Ok(Some(Self {
             lost: newest != Some(header.at),
             line,

@@ -1,5 +1,6 @@
 //! A store in memory that refuses requests, loses answers, and carries requests out late.
 
+use std::collections::BTreeSet;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::mpsc::{Receiver, Sender, channel};
 use std::sync::{Arc, Mutex};
@@ -41,6 +42,8 @@ pub(super) struct FaultyStore {
     turns: Mutex<Option<(Sender<()>, Receiver<()>)>>,
     /// So many writes are carried out, and fail, as when the sync of a directory does.
     pub(super) unsynced: AtomicU64,
+    /// Objects that were not synced, and not written since.
+    pub(super) cached: Mutex<BTreeSet<Path>>,
 }
 
 fn failed() -> object_store::Error {
@@ -67,6 +70,7 @@ impl FaultyStore {
             listed: Arc::default(),
             turns: Mutex::default(),
             unsynced: 0.into(),
+            cached: Mutex::default(),
         }
     }
 
@@ -194,7 +198,11 @@ impl ObjectStore for FaultyStore {
                 self.late.lock().unwrap().push(late);
                 self.inner.put_opts(location, payload, options).await
             }
-            None => self.inner.put_opts(location, payload, options).await,
+            None => {
+                let put = self.inner.put_opts(location, payload, options).await?;
+                self.cached.lock().unwrap().remove(location);
+                Ok(put)
+            }
         }
     }
 

@@ -244,6 +244,30 @@ fn chunks_that_the_store_has_lost_are_sent_again() {
     assert_eq!(bench.bytes_at(&archive, Point::Newest)[0], 1);
 }
 
+/// The last push to a directory was killed before what it had created was synced.
+#[test]
+fn what_an_earlier_push_has_not_synced_is_written_again_before_it_counts() {
+    let (bench, _, store) = Bench::in_use(Retention::All);
+    let faulty = Arc::new(FaultyStore::new(bench.store.clone(), 0, 0));
+    let mut archive = archive_in(faulty.clone());
+    archive.cached = true;
+    write(&store.disks()[0], 0, 1, 1);
+    mark(&store.disks()[0]);
+    settle(&mut uploader(&archive, &bench));
+    for folder in [layout::PARTS, layout::BASES] {
+        let objects = archive.block_on(archive.list(folder)).unwrap();
+        let newest = format!("a/log/{}", objects.last().unwrap().name);
+        faulty.cached.lock().unwrap().insert(newest.into());
+        let mut kept = 0;
+        let mut tell = |lsn| {
+            assert!(faulty.cached.lock().unwrap().is_empty(), "{folder} {lsn}");
+            kept = lsn;
+        };
+        uploader(&archive, &bench).tick_and_tell(&mut tell).unwrap();
+        assert!(kept > 0);
+    }
+}
+
 /// In a directory, what can be read back may be in the page cache only.
 #[test]
 fn an_object_whose_sync_has_failed_is_not_there() {
