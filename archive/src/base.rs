@@ -7,7 +7,7 @@
 //! from its beginning to its end are in the log, which makes it exact: as if the log's owner had
 //! been killed in the middle of a checkpoint.
 
-use std::collections::HashSet;
+use std::collections::{HashMap, HashSet};
 use std::time::Instant;
 
 use bytes::Bytes;
@@ -15,7 +15,7 @@ use walvisor_storage::{ImageReader, LogRoot, RootImage};
 
 use crate::error::{Error, ErrorKind, Result};
 use crate::layout::{self, ObjectId};
-use crate::object::{self, BaseImage};
+use crate::object::{self, BaseImage, MOST_CHUNK_BYTES};
 use crate::remote::{AT_ONCE, Archive, ListEntry};
 
 /// New chunks of a step while FLUSHes wait.
@@ -28,9 +28,14 @@ const NOTICE_US: u64 = 3600 * 1_000_000;
 /// Bytes of a manifest that name no chunk, at most.
 const OTHER_BYTES: u64 = 1 << 20;
 
-/// Bytes that name a chunk in a manifest.
+/// Chunks that the archive has, by hash, with their bytes as they are stored; 0: not known.
+pub(crate) type KnownChunks = HashMap<String, u32>;
+
+/// Bytes that name a chunk in a manifest, and say its size.
 fn named_bytes(hash: &Option<String>) -> u64 {
-    hash.as_ref().map_or("null,".len(), |hash| hash.len() + 3) as u64
+    let size = "99999999,".len();
+    hash.as_ref()
+        .map_or("null,".len(), |hash| hash.len() + 3 + size) as u64
 }
 
 /// How far a copy of the base images has come, in bytes of the disks.
@@ -56,7 +61,7 @@ pub(crate) struct BaseCopy {
     named: u64,
     pub began: Instant,
     /// Chunks that it has sent.
-    sent: HashSet<String>,
+    sent: KnownChunks,
     pub progress: BaseProgress,
     /// The root when the copy had ended.
     pub ended: Option<LogRoot>,
@@ -91,7 +96,7 @@ impl BaseCopy {
             images,
             named: 0,
             began: Instant::now(),
-            sent: HashSet::new(),
+            sent: KnownChunks::new(),
             progress: BaseProgress {
                 total,
                 ..BaseProgress::default()
@@ -109,7 +114,7 @@ impl BaseCopy {
     pub(crate) fn step(
         &mut self,
         archive: &Archive,
-        known: &HashSet<String>,
+        known: &KnownChunks,
         few: bool,
     ) -> Result<bool> {
         let (most_new, most) = if few {
@@ -133,8 +138,8 @@ impl BaseCopy {
             let data = bytes.filter(|bytes| bytes.iter().any(|&byte| byte != 0));
             let hash = data.as_deref().map(object::hash);
             if let (Some(data), Some(hash)) = (&data, &hash)
-                && !known.contains(hash)
-                && !self.sent.contains(hash)
+                && !known.contains_key(hash)
+                && !self.sent.contains_key(hash)
                 && !new.iter().any(|(other, _)| other == hash)
             {
                 sent += data.len() as u64;
@@ -151,12 +156,20 @@ impl BaseCopy {
             archive.put(&name, bytes).await
         });
         archive.block_on(archive.in_order(puts, |()| Ok(true)))?;
-        self.sent.extend(new.into_iter().map(|(hash, _)| hash));
+        let new = new.into_iter();
+        self.sent
+            .extend(new.map(|(hash, bytes)| (hash, bytes.len() as u32)));
         self.named = named;
         copy.chunks.extend(found);
         self.progress.passed += passed;
         self.progress.sent += sent;
         Ok(self.images.iter().all(|copy| copy.next().is_none()))
+    }
+
+    /// Bytes of a chunk, as it is stored, of those that it has sent and those `known`.
+    pub(crate) fn stored(&self, hash: &str, known: &KnownChunks) -> u32 {
+        let sent = self.sent.get(hash).or_else(|| known.get(hash));
+        sent.copied().unwrap_or(0)
     }
 
     /// The images for the manifest.
@@ -192,20 +205,28 @@ pub(crate) async fn is_expiring(archive: &Archive, now_us: u64) -> Result<bool> 
     Ok(notices.iter().any(|notice| age(notice) < NOTICE_US))
 }
 
-/// The chunks of those named that the store lacks.
+/// The chunks of those named that the store lacks, or has with other bytes.
+/// Each is named with its bytes, as they are stored; 0: not known. Of those that the store's list
+/// has with that size, the bytes are taken for what was sent.
 pub(crate) async fn lost_chunks<'a>(
     archive: &Archive,
-    named: impl Iterator<Item = &'a str>,
+    named: impl Iterator<Item = (&'a str, u32)>,
 ) -> Result<HashSet<String>> {
-    let mut unlisted: HashSet<&str> = named.collect();
+    let mut doubtful: HashMap<&str, u32> = named.collect();
     let listed = archive.visit(layout::CHUNKS, None, |chunk| {
-        unlisted.remove(chunk.name.rsplit('/').next().unwrap_or_default());
+        let hash = chunk.name.rsplit('/').next().unwrap_or_default();
+        let stored = doubtful.get(hash).map(|&stored| u64::from(stored));
+        if chunk.bytes > 0 && stored.is_some_and(|stored| stored == 0 || stored == chunk.bytes) {
+            doubtful.remove(hash);
+        }
     });
     listed.await?;
     let mut lost = HashSet::new();
-    for hash in unlisted {
-        // A list may lag behind.
-        if !archive.has(&layout::chunk(hash)).await? {
+    for hash in doubtful.into_keys() {
+        // A list may lag behind, and have sizes of its own.
+        let found = archive.get(&layout::chunk(hash)).await?;
+        let bytes = found.and_then(|found| object::unpack(&found, MOST_CHUNK_BYTES as usize));
+        if bytes.is_none_or(|bytes| object::hash(&bytes) != hash) {
             lost.insert(hash.to_owned());
         }
     }

@@ -207,6 +207,7 @@ impl Catalog {
                     base.images.iter_mut().for_each(|image| {
                         image.chunks = Vec::new();
                     });
+                    base.stored = Vec::new();
                     bases.push(base);
                 }
                 None => damaged = true,

@@ -21,7 +21,7 @@ const SUM: usize = 32;
 /// Most bytes of header and body.
 pub(crate) const MOST_BYTES: u64 = if cfg!(test) { 3 << 19 } else { 256 << 20 };
 /// Most bytes of a chunk, as it is in the image.
-const MOST_CHUNK_BYTES: u64 = 64 << 20;
+pub(crate) const MOST_CHUNK_BYTES: u64 = 64 << 20;
 /// The level of zstd: what a processor compresses faster than a network takes it.
 pub(crate) const ZSTD_LEVEL: i32 = 3;
 
@@ -177,6 +177,9 @@ pub(crate) struct BaseHeader {
     pub exact: Moment,
     pub chunk_bytes: u64,
     pub images: Vec<BaseImage>,
+    /// Bytes of each chunk that it names, as it is stored, in their order; none, or 0: not known.
+    #[serde(default)]
+    pub stored: Vec<u32>,
     pub made_us: u64,
 }
 
@@ -189,6 +192,12 @@ impl BaseHeader {
     pub(crate) fn chunks(&self) -> impl Iterator<Item = &str> {
         let images = self.images.iter();
         images.flat_map(|image| image.chunks.iter().flatten().map(String::as_str))
+    }
+
+    /// The same with the bytes of each, as it is stored; 0: not known.
+    pub(crate) fn stored_chunks(&self) -> impl Iterator<Item = (&str, u32)> {
+        let stored = self.stored.iter().copied();
+        self.chunks().zip(stored.chain(std::iter::repeat(0)))
     }
 
     /// Whether a restore can trust it.
@@ -298,7 +307,7 @@ pub(crate) fn too_large() -> Error {
         ErrorKind::InvalidInput,
         format!(
             "an object would have more than {} MiB: the disks of this log hold more than an archive \
-             can name, about 14 TiB of data; give the largest ones logs and archives of their own",
+             can name, about 13 TiB of data; give the largest ones logs and archives of their own",
             MOST_BYTES >> 20
         ),
     )

@@ -502,7 +502,8 @@ pub(crate) async fn fetch_chunk(
         Some(bytes) => Ok((number, Some(bytes))),
         None => Err(Error::damaged(
             &name,
-            "its bytes are not those that were sent",
+            "its bytes are not those that were sent; remove that object from the store, then push: \
+             what the images still have is sent again",
         )),
     }
 }

@@ -5,7 +5,6 @@
 //! simply repeated, and a process that is killed leaves nothing half-done: the next one reads the
 //! archive's end and goes on from there.
 
-use std::collections::HashSet;
 use std::ops::Range;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
@@ -14,7 +13,7 @@ use bytes::Bytes;
 use serde::{Deserialize, Serialize};
 use walvisor_storage::{Commit, FollowStep, LogFollower, LogPiece, LogPlace, LogRoot};
 
-use crate::base::{BaseCopy, BaseProgress, is_expiring, lost_chunks, refuse_spilled};
+use crate::base::{BaseCopy, BaseProgress, KnownChunks, is_expiring, lost_chunks, refuse_spilled};
 use crate::epoch::{self, Claim, LogCopy, random};
 use crate::error::{Error, ErrorKind, Result};
 use crate::layout::{self, ObjectId};
@@ -113,7 +112,7 @@ pub struct Uploader<'a> {
     /// The last records of the batches that were read, while images are copied.
     batches: Vec<Commit>,
     /// The chunks of the newest manifest.
-    chunks: HashSet<String>,
+    chunks: KnownChunks,
     next_base: u64,
     /// No other copy begins before: copies take half of the time at most.
     rest: Option<Instant>,
@@ -215,7 +214,7 @@ impl<'a> Uploader<'a> {
             promoted: false,
             made_us: now_us(),
         };
-        let mut chunks = HashSet::new();
+        let mut chunks = KnownChunks::new();
         let end = match &catalog {
             Some(catalog) => archive.block_on(End::find(archive, catalog, &mut chunks))?,
             None => None,
@@ -744,7 +743,7 @@ impl<'a> Uploader<'a> {
             number: self.next_base,
         };
         let exact = self.exact(ended.horizon_lsn());
-        let header = BaseHeader {
+        let mut header = BaseHeader {
             at,
             writer: self.claim.writer.clone(),
             first_part: copy.first_part,
@@ -754,8 +753,11 @@ impl<'a> Uploader<'a> {
             exact: exact.into(),
             chunk_bytes: crate::base::CHUNK_BYTES,
             images: copy.images(),
+            stored: Vec::new(),
             made_us: now_us(),
         };
+        let stored = header.chunks().map(|hash| copy.stored(hash, &self.chunks));
+        header.stored = stored.collect();
         let name = layout::base(at);
         let object = Bytes::from(object::seal(&header, &copy.root.encode())?);
         // Whoever has the archive now may let chunks expire that only this copy names.
@@ -779,7 +781,7 @@ impl<'a> Uploader<'a> {
             first_sequence: header.first_sequence,
             expiring: None,
         };
-        self.chunks = header.chunks().map(str::to_owned).collect();
+        self.chunks = known(&header);
         self.batches = Vec::new();
         Ok(())
     }
@@ -829,9 +831,10 @@ impl<'a> Uploader<'a> {
         if self.chunks.is_empty() {
             return Ok(0);
         }
-        let named = self.chunks.iter().map(String::as_str);
+        let named = self.chunks.iter();
+        let named = named.map(|(hash, bytes)| (hash.as_str(), *bytes));
         let lost = self.archive.block_on(lost_chunks(self.archive, named))?;
-        self.chunks.retain(|chunk| !lost.contains(chunk));
+        self.chunks.retain(|chunk, _| !lost.contains(chunk));
         Ok(lost.len())
     }
 
@@ -901,6 +904,14 @@ impl State {
     }
 }
 
+/// The chunks that a manifest names.
+fn known(base: &BaseHeader) -> KnownChunks {
+    let chunks = base.stored_chunks();
+    chunks
+        .map(|(hash, bytes)| (hash.to_owned(), bytes))
+        .collect()
+}
+
 /// The end of the archive's newest line.
 struct End {
     line: Lineage,
@@ -929,7 +940,7 @@ impl End {
     async fn find(
         archive: &Archive,
         catalog: &Catalog,
-        chunks: &mut HashSet<String>,
+        chunks: &mut KnownChunks,
     ) -> Result<Option<Self>> {
         let (bases, _) = catalog.read_bases(archive).await?;
         let lines = catalog.newest_lines();
@@ -951,7 +962,7 @@ impl End {
         // Without images on the line, those of another one have chunks too.
         if let Some(newest) = base.or(bases.last()) {
             let (newest, _) = read_base(archive, newest.at).await?;
-            chunks.extend(newest.chunks().map(str::to_owned));
+            chunks.extend(known(&newest));
         }
         let Some((line, header, base)) = found else {
             return Ok(None);

@@ -36,6 +36,8 @@ pub(super) struct FaultyStore {
     pub(super) chunks: u64,
     /// Its lists of parts have no end: the same names again and again, or none.
     pub(super) endless: Option<Vec<&'static str>>,
+    /// Its lists have sizes that are so many bytes larger.
+    pub(super) sizes: u64,
     /// Names that its lists have told.
     pub(super) listed: Arc<AtomicU64>,
     /// Lets another thread do something before each request that reads an object.
@@ -67,6 +69,7 @@ impl FaultyStore {
             has_all: false,
             chunks: 0,
             endless: None,
+            sizes: 0,
             listed: Arc::default(),
             turns: Mutex::default(),
             unsynced: 0.into(),
@@ -284,7 +287,13 @@ impl ObjectStore for FaultyStore {
                 let count = move |_: &_| {
                     let _ = listed.fetch_add(1, Ordering::Relaxed);
                 };
-                self.inner.list(prefix).inspect(count).boxed()
+                let more = self.sizes;
+                let resized = move |mut object: ObjectMeta| {
+                    object.size += more;
+                    object
+                };
+                let listed = self.inner.list(prefix).inspect(count);
+                listed.map(move |found| found.map(resized)).boxed()
             }
             Some(0) => stream::once(async { Err(failed()) }).boxed(),
             // It does not show yet what was put last.

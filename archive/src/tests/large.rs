@@ -100,7 +100,7 @@ fn memory_does_not_hold_the_names_of_all_chunks() {
         };
         let push = || {
             let hash = object::hash(b"nobody has sent this");
-            let none = archive.block_on(lost_chunks(&archive, [&*hash].into_iter()));
+            let none = archive.block_on(lost_chunks(&archive, [(&*hash, 0)].into_iter()));
             assert_eq!(none.unwrap().len(), 1);
         };
         [heap::most_during(expire), heap::most_during(push)]

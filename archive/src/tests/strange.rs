@@ -244,6 +244,56 @@ fn chunks_that_the_store_has_lost_are_sent_again() {
     assert_eq!(bench.bytes_at(&archive, Point::Newest)[0], 1);
 }
 
+/// `push` makes the archive whole again, as far as the chunks' sizes tell; of the others `verify`
+/// says what to do.
+#[test]
+fn chunks_that_the_store_has_changed_are_sent_again() {
+    let (bench, archive, store) = Bench::in_use(Retention::Nothing);
+    for sector in 0..128 {
+        write(&store.disks()[0], sector, sector as u8, 1);
+    }
+    store.disks()[0].checkpoint().unwrap();
+    mark(&store.disks()[0]);
+    let whole = || verify(&archive, Point::Newest, &mut |_, _| {});
+    settle(&mut uploader(&archive, &bench));
+    let chunk = &archive.block_on(archive.list(layout::CHUNKS)).unwrap()[0].name;
+    let bytes = archive.block_on(archive.need(chunk)).unwrap();
+    for len in [0, 1, bytes.len() - 1] {
+        archive
+            .block_on(archive.put(chunk, &bytes.slice(..len)))
+            .unwrap();
+        assert!(whole().is_err());
+        settle(&mut uploader(&archive, &bench));
+        whole().unwrap();
+    }
+    flip(&archive, chunk);
+    let told = told(whole());
+    assert!(told.contains(&format!("object {chunk}")), "{told}");
+    assert!(
+        told.contains("remove that object from the store, then push"),
+        "{told}"
+    );
+    archive.block_on(archive.remove(chunk)).unwrap();
+    settle(&mut uploader(&archive, &bench));
+    whole().unwrap();
+}
+
+/// Some gateways encrypt what they are given, or compress it: the sizes in their lists are others.
+#[test]
+fn a_store_whose_list_has_other_sizes_keeps_its_chunks() {
+    let bench = Bench::new(&["a"], Retention::Nothing);
+    let mut store = FaultyStore::new(bench.store.clone(), 0, 0);
+    store.sizes = 40;
+    let archive = archive_in(Arc::new(store));
+    let store = bench.open(&["a"]);
+    write(&store.disks()[0], 0, 1, 128);
+    store.disks()[0].checkpoint().unwrap();
+    settle(&mut uploader(&archive, &bench));
+    let mut up = uploader(&archive, &bench);
+    settle(&mut up);
+    assert_eq!((up.take_reason(), copies(&archive)), (None, 1));
+}
+
 /// The last push to a directory was killed before what it had created was synced.
 #[test]
 fn what_an_earlier_push_has_not_synced_is_written_again_before_it_counts() {
