@@ -8,7 +8,7 @@
 //! been killed in the middle of a checkpoint.
 
 use std::collections::{HashMap, HashSet};
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use bytes::Bytes;
 use walvisor_storage::{ImageReader, LogRoot, RootImage};
@@ -24,7 +24,7 @@ const FEW: usize = 2;
 pub const CHUNK_BYTES: u64 = if cfg!(test) { 64 << 10 } else { 4 << 20 };
 
 /// If a notice was not renewed for this long, whoever removed something was killed.
-const NOTICE_US: u64 = 3600 * 1_000_000;
+pub(crate) const NOTICE_LAPSE: Duration = Duration::from_secs(60);
 /// Bytes of a manifest that name no chunk, at most.
 const OTHER_BYTES: u64 = 1 << 20;
 
@@ -197,12 +197,49 @@ impl ImageCopy {
     }
 }
 
-/// Whether somebody removes what is too old, as far as one can see.
-/// See [`expire`](crate::expire()).
-pub(crate) async fn is_expiring(archive: &Archive, now_us: u64) -> Result<bool> {
-    let notices = archive.list(layout::EXPIRING).await?;
-    let age = |notice: &ListEntry| now_us.saturating_sub(notice.modified_us);
-    Ok(notices.iter().any(|notice| age(notice) < NOTICE_US))
+/// Watches for notices that somebody removes what is too old. See [`expire`](crate::expire()).
+///
+/// Clocks of machines differ, so none counts here but this one's: a notice lives as long as it is
+/// renewed.
+pub(crate) struct NoticeWatch {
+    /// When each was last written, by the store's clock, and since when that has not changed.
+    seen: HashMap<String, (u64, Instant)>,
+    /// One that has not changed for so long has ended.
+    pub lapse: Duration,
+}
+
+impl NoticeWatch {
+    pub(crate) fn new() -> Self {
+        Self {
+            seen: HashMap::new(),
+            lapse: NOTICE_LAPSE,
+        }
+    }
+
+    /// Looks at the notices that there are now. Returns the names of those that live, and of those
+    /// whose process was killed.
+    pub(crate) fn look(
+        &mut self,
+        notices: Vec<ListEntry>,
+        now: Instant,
+    ) -> (Vec<String>, Vec<String>) {
+        let before = std::mem::take(&mut self.seen);
+        let (mut live, mut ended) = (Vec::new(), Vec::new());
+        for ListEntry {
+            name, modified_us, ..
+        } in notices
+        {
+            let same = before.get(&name).filter(|seen| seen.0 == modified_us);
+            let since = same.map_or(now, |seen| seen.1);
+            self.seen.insert(name.clone(), (modified_us, since));
+            if same.is_some() && now.duration_since(since) >= self.lapse {
+                ended.push(name);
+            } else {
+                live.push(name);
+            }
+        }
+        (live, ended)
+    }
 }
 
 /// The chunks of those named that the store lacks, or has with other bytes.

@@ -16,19 +16,21 @@
 //! Either the manifest is there before expire reads manifests, or push sees the notice, or push
 //! sees what was removed.
 
+use std::cell::Cell;
 use std::collections::{BTreeSet, HashSet};
 use std::future::Future;
 use std::pin::pin;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use bytes::Bytes;
 use futures_util::future::{Either, select};
 use serde::{Deserialize, Serialize};
 use walvisor_storage::Commit;
 
+use crate::base::NOTICE_LAPSE;
 use crate::epoch::random;
-use crate::error::{Error, Result};
+use crate::error::{Error, ErrorKind, Result};
 use crate::layout::{self, ObjectId};
 use crate::lineage::{Catalog, Lineage, whole_base, whole_part};
 use crate::object::{self, BaseHeader, Moment};
@@ -37,12 +39,15 @@ use crate::uploader::now_us;
 
 /// Microseconds of a day.
 pub(crate) const DAY_US: u64 = 24 * 3600 * 1_000_000;
-/// If a lease or a notice was not renewed for this long, its process was killed.
+/// If a lease was not renewed for this long, its process was killed.
 const LEASE_US: u64 = DAY_US;
 /// What a notice says.
 const NOTICE: &[u8] = b"{}";
-/// Removals after which a notice is renewed.
-const REMOVED_AT_ONCE: usize = 500;
+/// How often a notice is renewed.
+const NOTICE_RENEWAL: Duration = Duration::from_secs(10);
+/// Nothing is removed any more if the notice could not be renewed for this long: whoever waits for
+/// it may soon take it for ended, and what the store was asked to remove may still be under way.
+const NOTICE_LOST: Duration = Duration::from_secs(30);
 /// How often a restore renews its lease.
 const RENEWAL: Duration = Duration::from_secs(3600);
 /// How long a restore that has ended waits for its lease to be removed.
@@ -146,6 +151,83 @@ impl Drop for Lease<'_> {
     }
 }
 
+/// Tells others that something is removed.
+pub(crate) struct ExpireNotice<'a> {
+    archive: &'a Archive,
+    name: String,
+    /// When it was last put.
+    pub renewed: Cell<Instant>,
+    /// How often it is.
+    pub every: Duration,
+}
+
+impl<'a> ExpireNotice<'a> {
+    pub(crate) async fn put(archive: &'a Archive) -> Result<Self> {
+        let notice = Self {
+            archive,
+            name: layout::expiring(&random()?),
+            renewed: Cell::new(Instant::now()),
+            every: NOTICE_RENEWAL,
+        };
+        notice.renew().await?;
+        Ok(notice)
+    }
+
+    async fn renew(&self) -> Result<()> {
+        let begun = Instant::now();
+        let text = Bytes::from_static(NOTICE);
+        self.archive.put(&self.name, &text).await?;
+        self.renewed.set(begun);
+        Ok(())
+    }
+
+    /// Refuses to remove anything if others may take this one for killed.
+    fn check(&self) -> Result<()> {
+        if self.renewed.get().elapsed() < NOTICE_LOST {
+            return Ok(());
+        }
+        let message = format!(
+            "{}: this expire could not renew its notice {}, so pushes may no longer wait for it; \
+             run it again, and it goes on",
+            self.archive.shown(),
+            self.name
+        );
+        Err(Error::new(ErrorKind::Unavailable, message))
+    }
+
+    /// The names of other notices that nobody renews, by the store's clock.
+    async fn ended_others(&self) -> Result<Vec<String>> {
+        let notices = self.archive.list(layout::EXPIRING).await?;
+        let own = notices.iter().find(|notice| notice.name == self.name);
+        let Some(now_us) = own.map(|own| own.modified_us) else {
+            return Ok(Vec::new());
+        };
+        let lapse = NOTICE_LAPSE.as_micros() as u64;
+        let ended = |notice: &ListEntry| now_us.abs_diff(notice.modified_us) > lapse;
+        let ended = notices.into_iter().filter(ended);
+        Ok(ended.map(|notice| notice.name).collect())
+    }
+
+    /// Does some work, and renews the notice meanwhile. Drops the work if that fails for long.
+    pub(crate) async fn during<T>(&self, work: impl Future<Output = Result<T>>) -> Result<T> {
+        let mut work = pin!(work);
+        loop {
+            let wait = pin!(tokio::time::sleep(self.every));
+            if let Either::Right((done, _)) = select(wait, &mut work).await {
+                return done;
+            }
+            self.check()?;
+            // If it fails, another attempt follows.
+            let renewed = pin!(tokio::time::timeout(NOTICE_LOST / 3, self.renew()));
+            if let Either::Right((done, renewed)) = select(renewed, &mut work).await {
+                // It must not be put after it was removed.
+                let _ = renewed.await;
+                return done;
+            }
+        }
+    }
+}
+
 /// Removes everything that no kept point needs, whether or not a log is being pushed. The newest
 /// copy of the images and the log since stay in any case, and what a running restore needs. Ended
 /// too early, it is continued by another call.
@@ -166,20 +248,20 @@ pub(crate) async fn expire_at(
     if options.dry_run {
         return remove_old(archive, options, now_us, None).await;
     }
-    let notice = layout::expiring(&random()?);
-    archive.put(&notice, &Bytes::from_static(NOTICE)).await?;
-    let removed = remove_old(archive, options, now_us, Some(&notice)).await;
-    // If it stays, copies of the images wait for an hour.
-    let ended = archive.remove(&notice).await;
+    let notice = ExpireNotice::put(archive).await?;
+    let removed = remove_old(archive, options, now_us, Some(&notice));
+    let removed = notice.during(removed).await;
+    // If it stays, copies of the images wait for a minute.
+    let ended = archive.remove(&notice.name).await;
     removed.and_then(|report| ended.map(|()| report))
 }
 
 /// Removes what is too old; without a `notice`, only says what.
-async fn remove_old(
+pub(crate) async fn remove_old(
     archive: &Archive,
     options: &ExpireOptions,
     now_us: u64,
-    notice: Option<&str>,
+    notice: Option<&ExpireNotice<'_>>,
 ) -> Result<ExpireReport> {
     // The chunks first: what comes later belongs to a copy that is newer than this list.
     let mut chunks = Vec::new();
@@ -190,7 +272,9 @@ async fn remove_old(
     archive.visit(layout::CHUNKS, None, each).await?;
     // Leases and notices that have ended, parts and chunks.
     let (leased, mut gone) = leased(archive, now_us).await?;
-    gone.extend(renewed(archive, layout::EXPIRING, now_us).await?.1);
+    if let Some(notice) = notice {
+        gone.extend(notice.ended_others().await?);
+    }
     let catalog = Catalog::read(archive).await?;
     let (bases, mut damaged) = catalog.read_bases(archive).await?;
     let leased = leased.as_deref();
@@ -231,11 +315,11 @@ async fn remove_old(
     if let Some(notice) = notice {
         // Manifests first: one that is left has all that it names.
         for names in [manifests, gone] {
-            for names in names.chunks(REMOVED_AT_ONCE) {
-                let removals = names.iter().map(|name| archive.remove(name));
-                archive.in_order(removals, |()| Ok(true)).await?;
-                archive.put(notice, &Bytes::from_static(NOTICE)).await?;
-            }
+            let removals = names.iter().map(|name| async {
+                notice.check()?;
+                archive.remove(name).await
+            });
+            archive.in_order(removals, |()| Ok(true)).await?;
         }
         archive.remove_unfinished(sent_before)?;
     }
@@ -245,9 +329,12 @@ async fn remove_old(
 /// The bases that running restores need, and the names of leases that have ended. `None`: any base,
 /// since a lease is damaged, which a warning names.
 async fn leased(archive: &Archive, now_us: u64) -> Result<(Option<Vec<ObjectId>>, Vec<String>)> {
-    let (renewed, ended) = renewed(archive, layout::LEASES, now_us).await?;
+    // A clock may be ahead, but not by a day.
+    let lives = |entry: &ListEntry| now_us.abs_diff(entry.modified_us) <= LEASE_US;
+    let leases = archive.list(layout::LEASES).await?.into_iter();
+    let (renewed, ended): (Vec<_>, Vec<_>) = leases.partition(lives);
     let mut bases = Some(Vec::new());
-    for name in renewed {
+    for ListEntry { name, .. } in renewed {
         let Some(bytes) = archive.get(&name).await? else {
             continue;
         };
@@ -264,20 +351,8 @@ async fn leased(archive: &Archive, now_us: u64) -> Result<(Option<Vec<ObjectId>>
             }
         }
     }
-    Ok((bases, ended))
-}
-
-/// The names of a folder's leases or notices, and of those that nobody renews any more.
-async fn renewed(
-    archive: &Archive,
-    folder: &str,
-    now_us: u64,
-) -> Result<(Vec<String>, Vec<String>)> {
-    let lives = |entry: &ListEntry| now_us.saturating_sub(entry.modified_us) <= LEASE_US;
-    let (renewed, ended): (Vec<_>, Vec<_>) =
-        archive.list(folder).await?.into_iter().partition(lives);
-    let names = |entries: Vec<ListEntry>| entries.into_iter().map(|entry| entry.name).collect();
-    Ok((names(renewed), names(ended)))
+    let ended = ended.into_iter().map(|lease| lease.name);
+    Ok((bases, ended.collect()))
 }
 
 /// What is needed for the points that are kept.

@@ -13,7 +13,7 @@ use bytes::Bytes;
 use serde::{Deserialize, Serialize};
 use walvisor_storage::{Commit, FollowStep, LogFollower, LogPiece, LogPlace, LogRoot};
 
-use crate::base::{BaseCopy, BaseProgress, KnownChunks, is_expiring, lost_chunks, refuse_spilled};
+use crate::base::{BaseCopy, BaseProgress, KnownChunks, NoticeWatch, lost_chunks, refuse_spilled};
 use crate::epoch::{self, Claim, LogCopy, random};
 use crate::error::{Error, ErrorKind, Result};
 use crate::layout::{self, ObjectId};
@@ -121,6 +121,10 @@ pub struct Uploader<'a> {
     copy_error: Option<Error>,
     /// Why the base images are copied again.
     why_base: Option<String>,
+    pub(crate) watch: NoticeWatch,
+    /// For whom the images wait.
+    wait: Option<String>,
+    told_wait: bool,
 }
 
 /// A part that was made.
@@ -284,6 +288,9 @@ impl<'a> Uploader<'a> {
             copy_after: None,
             copy_error: None,
             why_base,
+            watch: NoticeWatch::new(),
+            wait: None,
+            told_wait: false,
         })
     }
 
@@ -300,6 +307,11 @@ impl<'a> Uploader<'a> {
     /// Why the base images are copied now, if not because they never were. `None` the next time.
     pub fn take_reason(&mut self) -> Option<String> {
         self.why_base.take()
+    }
+
+    /// For whom images wait that could count now. `None` the next time: it is told once.
+    pub fn take_wait(&mut self) -> Option<String> {
+        self.wait.take()
     }
 
     /// The log's owner knows that it is durable up to this LSN, perhaps before its root tells.
@@ -801,8 +813,22 @@ impl<'a> Uploader<'a> {
         if expiring.is_some_and(|seen| seen.elapsed() < EXPIRING_CHECK) {
             return Ok(());
         }
-        if self.archive.block_on(is_expiring(self.archive, now_us()))? {
+        let notices = self.archive.list(layout::EXPIRING);
+        let notices = self.archive.block_on(notices)?;
+        let (live, ended) = self.watch.look(notices, Instant::now());
+        for notice in ended {
+            // So that nobody else waits for it; whoever may not remove it need not.
+            let _ = self.archive.block_on(self.archive.remove(&notice));
+        }
+        if let [notice, ..] = &live[..] {
             *expiring = Some(Instant::now());
+            if !self.restorable && !std::mem::replace(&mut self.told_wait, true) {
+                self.wait = Some(format!(
+                    "{}: an 'archive expire' removes what is too old ({notice}), so the images \
+                     count once it has ended; if it was killed, in about a minute",
+                    self.archive.shown()
+                ));
+            }
             return Ok(());
         }
         let (at, made_us, first_sequence) = (*at, *made_us, *first_sequence);

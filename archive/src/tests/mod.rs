@@ -178,7 +178,7 @@ fn settle(uploader: &mut Uploader<'_>) -> Tick {
         }
         last = Some((tick, uploader.take_reason()));
         if number == 500 {
-            // The store has put a notice late, which would end after an hour.
+            // The store has put a notice late, which would end after a minute.
             remove_notices(uploader);
         }
     }
@@ -897,15 +897,12 @@ fn the_last_way_back_stays_until_there_is_another() {
     store.close().unwrap();
 }
 
-/// A restore that was killed keeps nothing for ever, nor does an expiry keep copies of the images
-/// waiting.
+/// A restore that was killed keeps nothing for ever.
 #[test]
 fn a_lease_that_nobody_renews_ends() {
     let (bench, archive, store, commits) = copied_four_times();
     let lease = archive.block_on(Lease::take(&archive, FIRST)).unwrap();
     std::mem::forget(lease);
-    let (notice, text) = (layout::expiring("0"), "{}".into());
-    archive.block_on(archive.put(&notice, &text)).unwrap();
     expire_before(&archive, commits[3].0.unix_us + 2 * DAY_US, 0, AT_ONCE);
     assert_eq!(reachable(&bench, &archive, &commits), [4]);
     for folder in [layout::LEASES, layout::EXPIRING] {

@@ -1,18 +1,22 @@
 //! Stores and clocks that fail: the archive uses what is whole, and names what is not.
 
+use std::fs::File;
+use std::path::PathBuf;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
+use std::time::{Duration, Instant, SystemTime};
 
 use object_store::memory::InMemory;
 use walvisor_storage::{DiskOptions, Point, Retention, Store, create_disk};
 
 use super::faulty::FaultyStore;
 use super::{
-    AT_ONCE, Bench, archive_in, bytes_of, copied_four_times, copies, copy_images, expire_before,
-    mark, often, options, reachable, settle, uploader, write,
+    AN_HOUR, AT_ONCE, Bench, archive_in, bytes_of, copied_four_times, copies, copy_images,
+    expire_before, mark, often, options, reachable, settle, uploader, write,
 };
+use crate::base::NOTICE_LAPSE;
 use crate::error::{Error, ErrorKind, Result};
-use crate::expire::{DAY_US, Lease};
+use crate::expire::{DAY_US, ExpireNotice, ExpireOptions, Lease, remove_old};
 use crate::follow::Replica;
 use crate::layout::{self, ObjectId};
 use crate::lineage::{Catalog, read_base, read_part};
@@ -22,6 +26,15 @@ use crate::restore::{RestoreReport, verify};
 use crate::survey::survey;
 use crate::uploader::{UploadOptions, Uploader, now_us};
 use crate::url::ArchiveUrl;
+
+/// An archive in a directory.
+fn in_directory(bench: &Bench) -> (PathBuf, Archive) {
+    let place = bench.dir.path().join("archive");
+    std::fs::create_dir(&place).unwrap();
+    let url: ArchiveUrl = format!("file://{}", place.display()).parse().unwrap();
+    let archive = Archive::open(&url).unwrap();
+    (place, archive)
+}
 
 /// The newest manifest.
 pub(super) fn newest_base(archive: &Archive) -> ObjectId {
@@ -208,7 +221,10 @@ fn images_count_once_all_their_chunks_are_certainly_there() {
     while copies(&archive) == 0 {
         assert!(!up.tick().unwrap().restorable);
     }
+    let why = up.take_wait().unwrap();
+    assert!(why.contains(&notice), "{why}");
     assert!(!up.tick().unwrap().restorable);
+    assert_eq!(up.take_wait(), None);
     // What that expire was about to do.
     let chunks = archive.block_on(archive.list(layout::CHUNKS)).unwrap();
     archive.block_on(archive.remove(&chunks[0].name)).unwrap();
@@ -217,6 +233,77 @@ fn images_count_once_all_their_chunks_are_certainly_there() {
     assert_eq!(bench.bytes_at(&archive, Point::Newest)[0], 1);
     // Nothing leads to the images that lacked it.
     assert_eq!(copies(&archive), 1);
+}
+
+/// Of an expire that was killed, a notice stays, perhaps with the time of a clock that was ahead.
+#[test]
+fn a_notice_that_nobody_renews_ends() {
+    let (bench, _, _store) = Bench::in_use(Retention::Nothing);
+    let (place, archive) = in_directory(&bench);
+    let expiring = place.join(layout::EXPIRING);
+    std::fs::create_dir(&expiring).unwrap();
+    let now = SystemTime::now();
+    let (minutes, year) = (Duration::from_secs(180), Duration::from_secs(365 * 86400));
+    let times = [now - year, now - minutes, now, now + year];
+    let put = |name: &str, time| {
+        let file = File::create(expiring.join(name)).unwrap();
+        file.set_modified(time).unwrap();
+    };
+    for time in times {
+        put("0.json", time);
+        let mut up = uploader(&archive, &bench);
+        up.watch.lapse = Duration::ZERO;
+        let ticks = (0..20).map(|_| up.tick().unwrap());
+        assert!(ticks.last().unwrap().restorable);
+        assert!(!expiring.join("0.json").exists());
+    }
+    // Another expire removes them, too, but not that of one that runs.
+    for (number, time) in times.into_iter().enumerate() {
+        put(&format!("{number}.json"), time);
+    }
+    expire_before(&archive, 0, 0, AN_HOUR);
+    let left = std::fs::read_dir(&expiring).unwrap();
+    let left: Vec<_> = left.map(|entry| entry.unwrap().file_name()).collect();
+    assert_eq!(left, ["2.json"]);
+}
+
+/// An expire that can't renew its notice, so that pushes count on its end, has ended.
+#[test]
+fn nothing_is_removed_without_a_notice() {
+    let (_bench, archive, _store, commits) = copied_four_times();
+    let objects = || archive.block_on(archive.list("")).unwrap().len();
+    let before = objects();
+    let mut notice = archive.block_on(ExpireNotice::put(&archive)).unwrap();
+    notice.every = Duration::ZERO;
+    notice.renewed.set(Instant::now() - NOTICE_LAPSE);
+    let options = ExpireOptions {
+        keep: Duration::ZERO,
+        keep_daily: 0,
+        grace: Duration::ZERO,
+        dry_run: false,
+    };
+    let now = commits[3].0.unix_us;
+    let told = told(archive.block_on(remove_old(&archive, &options, now, Some(&notice))));
+    assert!(told.contains("could not renew its notice"), "{told}");
+    assert_eq!(objects(), before + 1);
+    // Nor does it go on with what waits for the store.
+    let ended = notice.during(std::future::pending::<Result<()>>());
+    assert!(archive.block_on(ended).is_err());
+}
+
+#[test]
+fn an_expire_renews_its_notice_while_it_works() {
+    let archive = archive_in(Arc::new(InMemory::new()));
+    let mut notice = archive.block_on(ExpireNotice::put(&archive)).unwrap();
+    notice.every = Duration::ZERO;
+    let put = notice.renewed.get();
+    let work = async {
+        while notice.renewed.get() == put {
+            tokio::task::yield_now().await;
+        }
+        Ok(())
+    };
+    archive.block_on(notice.during(work)).unwrap();
 }
 
 /// `push` makes the archive whole again.
@@ -554,10 +641,8 @@ fn a_disk_named_log_comes_back_beside_another() {
 #[test]
 fn nothing_goes_to_a_directory_that_does_not_have_the_archive() {
     let (bench, _, store) = Bench::in_use(Retention::Nothing);
-    let [place, away] = ["archive", "away"].map(|name| bench.dir.path().join(name));
-    std::fs::create_dir(&place).unwrap();
-    let url: ArchiveUrl = format!("file://{}", place.display()).parse().unwrap();
-    let archive = Archive::open(&url).unwrap();
+    let (place, archive) = in_directory(&bench);
+    let away = bench.dir.path().join("away");
     let mut up = uploader(&archive, &bench);
     settle(&mut up);
     std::fs::rename(&place, &away).unwrap();

@@ -773,6 +773,9 @@ fn next_bytes_come() -> bool {
 
 /// Says why the images are copied again.
 fn warn_anew(uploader: &mut Uploader<'_>) {
+    if let Some(wait) = uploader.take_wait() {
+        tracing::warn!("{wait}");
+    }
     if let Some(why) = uploader.take_reason() {
         let epoch = uploader.epoch();
         tracing::warn!(
