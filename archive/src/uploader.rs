@@ -43,6 +43,8 @@ pub struct UploadOptions {
     /// The base images are copied again after this time, so that a restore needs less of the log.
     /// `None`: only where the log needs it.
     pub base_every: Option<Duration>,
+    /// Copy them once at most, if the log needs no more.
+    pub copy_once: bool,
     /// Begin anew although another machine has written the archive since, with records that this
     /// log does not have.
     pub take_over: bool,
@@ -56,6 +58,7 @@ impl Default for UploadOptions {
     fn default() -> Self {
         Self {
             base_every: Some(Duration::from_secs(24 * 3600)),
+            copy_once: false,
             take_over: false,
             check_each: false,
         }
@@ -115,7 +118,7 @@ pub struct Uploader<'a> {
     chunks: KnownChunks,
     next_base: u64,
     /// No other copy begins before: copies take half of the time at most.
-    rest: Option<Instant>,
+    pub(crate) rest: Option<Instant>,
     /// The images are not copied before, because that has failed.
     copy_after: Option<Instant>,
     copy_error: Option<Error>,
@@ -161,6 +164,8 @@ enum Base {
         at: ObjectId,
         made_us: u64,
         first_sequence: u64,
+        /// When the copy began, if this uploader has made it.
+        began: Option<Instant>,
         /// When somebody was found to remove what is too old.
         expiring: Option<Instant>,
     },
@@ -249,6 +254,7 @@ impl<'a> Uploader<'a> {
                     at: base.at,
                     made_us: base.made_us,
                     first_sequence: base.first_sequence,
+                    began: None,
                     expiring: None,
                 });
                 (follower, first, state, done, None)
@@ -786,11 +792,11 @@ impl<'a> Uploader<'a> {
             }
         }
         self.next_base += 1;
-        self.rest = Some(Instant::now() + copy.began.elapsed());
         self.base = Base::Sent {
             at,
             made_us: header.made_us,
             first_sequence: header.first_sequence,
+            began: Some(copy.began),
             expiring: None,
         };
         self.chunks = known(&header);
@@ -805,6 +811,7 @@ impl<'a> Uploader<'a> {
             at,
             made_us,
             first_sequence,
+            began,
             expiring,
         } = &mut self.base
         else {
@@ -831,7 +838,7 @@ impl<'a> Uploader<'a> {
             }
             return Ok(());
         }
-        let (at, made_us, first_sequence) = (*at, *made_us, *first_sequence);
+        let (at, made_us, first_sequence, began) = (*at, *made_us, *first_sequence, *began);
         match self.forget_lost_chunks()? {
             0 => {
                 self.base = Base::Done {
@@ -839,6 +846,11 @@ impl<'a> Uploader<'a> {
                     first_sequence,
                 };
                 self.restorable = true;
+                if let Some(began) = began {
+                    self.rest = Some(Instant::now() + began.elapsed());
+                    self.options.base_every =
+                        self.options.base_every.filter(|_| !self.options.copy_once);
+                }
             }
             lost => {
                 self.archive

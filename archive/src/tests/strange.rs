@@ -166,6 +166,54 @@ fn copies_of_the_images_leave_time_for_the_log() {
     settle(&mut up);
 }
 
+/// Until a copy counts, more time may pass than it has taken.
+#[test]
+fn the_rest_after_a_copy_begins_when_it_counts() {
+    let (bench, archive, store) = Bench::in_use(Retention::Nothing);
+    write(&store.disks()[0], 0, 1, 1);
+    mark(&store.disks()[0]);
+    let notice = layout::expiring("1");
+    archive
+        .block_on(archive.put(&notice, &"{}".into()))
+        .unwrap();
+    let mut up = Uploader::new(&archive, &bench.log(), often()).unwrap();
+    let before = Instant::now();
+    while up.tick().unwrap().base.is_none() {}
+    let copying = Instant::now();
+    while copies(&archive) == 0 {
+        up.tick().unwrap();
+    }
+    let sent = Instant::now();
+    while sent.elapsed() <= sent - before {
+        up.tick().unwrap();
+    }
+    let counts = Instant::now();
+    archive.block_on(archive.remove(&notice)).unwrap();
+    while !up.tick().unwrap().restorable {}
+    assert!(up.rest.unwrap() - counts >= counts - copying);
+}
+
+/// However long it takes to send what the log gets meanwhile: a push that does not follow ends.
+#[test]
+fn the_images_are_copied_once_if_once_is_enough() {
+    let (bench, archive, store) = Bench::in_use(Retention::Nothing);
+    for copied in 1..=3 {
+        let options = UploadOptions {
+            copy_once: true,
+            ..often()
+        };
+        let mut up = Uploader::new(&archive, &bench.log(), options).unwrap();
+        while copies(&archive) < copied {
+            up.tick().unwrap();
+        }
+        for _ in 0..10 {
+            mark(&store.disks()[0]);
+            assert_eq!(up.tick().unwrap().base, None);
+            up.rest = None;
+        }
+    }
+}
+
 /// The image can't be read while it is copied.
 #[test]
 fn a_copy_that_fails_holds_up_no_record() {

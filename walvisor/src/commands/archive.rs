@@ -269,6 +269,7 @@ pub fn run(arguments: &ArchiveArguments) -> Result<(), CommandError> {
         } => {
             let options = UploadOptions {
                 base_every: Some(*base_every),
+                copy_once: !follow,
                 take_over: *take_over,
                 check_each: *sync,
             };
