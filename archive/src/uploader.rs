@@ -366,13 +366,15 @@ impl<'a> Uploader<'a> {
             }
         };
         kept(self);
-        // Whatever the log had when the copy ended was read above.
-        if caught_up {
-            self.publish_base()?;
-        }
-        self.confirm_base()?;
+        self.try_copying(|uploader| {
+            // Whatever the log had when the copy ended was read above.
+            if caught_up {
+                uploader.publish_base()?;
+            }
+            uploader.confirm_base()
+        })?;
         kept(self);
-        self.try_copy_base(root)?;
+        self.try_copying(|uploader| uploader.copy_base(root))?;
         Ok(Tick {
             last: self.state.last,
             records: self.state.last.lsn.saturating_sub(before.lsn),
@@ -651,17 +653,18 @@ impl<'a> Uploader<'a> {
         Ok(())
     }
 
-    /// Copies a few chunks. What fails there holds up no part of the log: it is tried again after a
-    /// while, and [told](Self::take_copy_error).
-    fn try_copy_base(&mut self, root: LogRoot) -> Result<()> {
+    /// Does something for the copy of the images. What fails there holds up no part of the log: it
+    /// is [told](Self::take_copy_error), and tried again, after a while if there are other images.
+    fn try_copying(&mut self, work: impl FnOnce(&mut Self) -> Result<()>) -> Result<()> {
         if self.copy_after.is_some_and(|after| Instant::now() < after) {
             return Ok(());
         }
         self.copy_after = None;
-        match self.copy_base(root) {
+        match work(self) {
             Err(error) if error.kind() == ErrorKind::Fenced => Err(error),
             Err(error) => {
-                self.copy_after = Some(Instant::now() + COPY_PAUSE);
+                let pause = self.restorable.then_some(COPY_PAUSE);
+                self.copy_after = pause.map(|pause| Instant::now() + pause);
                 self.copy_error = Some(error);
                 Ok(())
             }

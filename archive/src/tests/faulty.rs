@@ -32,6 +32,8 @@ pub(super) struct FaultyStore {
     read_only: bool,
     /// Has every object, as far as HEAD tells.
     pub(super) has_all: bool,
+    /// Refuses requests for names with this in them.
+    pub(super) refused: Mutex<Option<&'static str>>,
     /// Its lists have so many chunks too.
     pub(super) chunks: u64,
     /// Its lists of parts have no end: the same names again and again, or none.
@@ -67,6 +69,7 @@ impl FaultyStore {
             careless: false,
             read_only: false,
             has_all: false,
+            refused: Mutex::default(),
             chunks: 0,
             endless: None,
             sizes: 0,
@@ -119,6 +122,11 @@ impl FaultyStore {
         *self.turns.lock().unwrap() = None;
     }
 
+    fn refuses(&self, name: &Path) -> bool {
+        let refused = *self.refused.lock().unwrap();
+        refused.is_some_and(|refused| name.as_ref().contains(refused))
+    }
+
     pub(super) fn fail_after(&self, requests: u64) {
         self.left.store(requests, Ordering::Relaxed);
     }
@@ -169,6 +177,9 @@ impl ObjectStore for FaultyStore {
         mut options: PutOptions,
     ) -> Result<PutResult> {
         self.catch_up().await;
+        if self.refuses(location) {
+            return Err(failed());
+        }
         if self.read_only {
             return Err(object_store::Error::PermissionDenied {
                 path: location.to_string(),
@@ -252,6 +263,9 @@ impl ObjectStore for FaultyStore {
     }
 
     fn list(&self, prefix: Option<&Path>) -> BoxStream<'static, Result<ObjectMeta>> {
+        if prefix.is_some_and(|prefix| self.refuses(prefix)) {
+            return stream::once(async { Err(failed()) }).boxed();
+        }
         if self.chunks > 0 && prefix.is_some_and(|prefix| prefix.filename() == Some("chunks")) {
             let chunk = |number: u64| {
                 Ok(ObjectMeta {

@@ -235,6 +235,39 @@ fn a_copy_that_fails_holds_up_no_record() {
     }
 }
 
+/// Nor does a store that refuses what a copy needs: records are kept, once there are images.
+#[test]
+fn a_copy_that_the_store_refuses_holds_up_no_record() {
+    let (bench, _, store) = Bench::in_use(Retention::All);
+    let faulty = Arc::new(FaultyStore::new(bench.store.clone(), 0, 0));
+    let archive = archive_in(faulty.clone());
+    mark(&store.disks()[0]);
+    settle(&mut uploader(&archive, &bench));
+    for refused in [layout::EXPIRING, layout::CHUNKS, layout::BASES] {
+        let disk = &store.disks()[0];
+        // A chunk like no other.
+        write(disk, 0, copies(&archive) as u8, 1);
+        disk.checkpoint().unwrap();
+        // Some copies end, others begin.
+        let mut up = Uploader::new(&archive, &bench.log(), often()).unwrap();
+        *faulty.refused.lock().unwrap() = Some(refused);
+        let mut errors = 0;
+        for _ in 0..5 {
+            let last = mark(disk);
+            let mut kept = 0;
+            let tick = up.tick_and_tell(&mut |lsn| kept = lsn).unwrap();
+            assert_eq!((tick.last, kept), (last, last.lsn), "{refused}");
+            errors += u32::from(up.take_copy_error().is_some());
+        }
+        assert!(errors > 0, "{refused}");
+        *faulty.refused.lock().unwrap() = None;
+        let before = copies(&archive);
+        while copies(&archive) == before {
+            up.tick().unwrap();
+        }
+    }
+}
+
 /// A log that was restored can't have any number of segments.
 #[test]
 fn the_images_are_copied_again_after_many_segments() {
