@@ -5,7 +5,9 @@
 //! epoch behind that part, nobody reads.
 
 use std::fs::File;
+use std::os::unix::fs::MetadataExt;
 use std::path::Path;
+use std::time::UNIX_EPOCH;
 
 use bytes::Bytes;
 use serde::{Deserialize, Serialize};
@@ -32,6 +34,9 @@ pub(crate) struct Claim {
     /// two machines may have the same name.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub copy: Option<String>,
+    /// The directory of the log: its inode, and when that was made. `None`: not known.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub directory: Option<String>,
     /// The last part before this epoch's own; none: the epoch begins with a base of its own.
     pub after: Option<ObjectId>,
     /// Whether a replica was promoted with it: then the log that it follows is no more, whether or
@@ -48,6 +53,8 @@ pub(crate) struct LogCopy {
     pub host: String,
     /// `None`: it did not come from an archive.
     pub copy: Option<String>,
+    /// Its directory, which may be moved within its file system, but not copied.
+    pub directory: Option<String>,
 }
 
 impl LogCopy {
@@ -62,7 +69,11 @@ impl LogCopy {
             Err(error) if error.kind() == std::io::ErrorKind::NotFound => None,
             Err(error) => return Err(Error::local("read", &path, error)),
         };
-        Ok(Self { host: host(), copy })
+        Ok(Self {
+            host: host(),
+            copy,
+            directory: Some(directory(log_dir)?),
+        })
     }
 
     /// Notes in a log's directory that it is a copy of its own.
@@ -79,10 +90,27 @@ impl LogCopy {
         write(random()?).map_err(|error| Error::local("write", &path, error))
     }
 
-    /// Whether a claim is of this copy.
+    /// Whether a claim is of this copy in this directory, as far as it tells.
+    pub(crate) fn has_claimed_here(&self, claim: &Claim) -> bool {
+        let here = claim.directory.is_none() || claim.directory == self.directory;
+        self.has_claimed(claim) && here
+    }
+
+    /// Whether a claim is of this copy, or of a copy of its directory.
     pub(crate) fn has_claimed(&self, claim: &Claim) -> bool {
         (&claim.host, &claim.copy) == (&self.host, &self.copy)
     }
+}
+
+/// What tells a directory from its copies, also after it was moved, and after a restart.
+fn directory(path: &Path) -> Result<String> {
+    let found = path.metadata();
+    let found = found.map_err(|error| Error::local("look at the log's directory", path, error))?;
+    // A file system may use an inode's number again.
+    let made = found.created().ok();
+    let made = made.and_then(|made| made.duration_since(UNIX_EPOCH).ok());
+    let made = made.map_or(0, |made| made.as_nanos());
+    Ok(format!("{}-{made}", found.ino()))
 }
 
 /// A random number, in hex.
@@ -124,6 +152,7 @@ impl Claim {
                 owner: "a writer whose claim is damaged".to_owned(),
                 host: String::new(),
                 copy: None,
+                directory: None,
                 after: None,
                 promoted: false,
                 made_us: 0,
@@ -196,4 +225,28 @@ pub(crate) async fn probe(archive: &Archive, random: &str) -> Result<()> {
             archive.shown()
         ),
     ))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_directory_that_was_moved_is_the_same_and_one_that_was_made_anew_is_another() {
+        let dir = tempfile::tempdir().unwrap();
+        let [log, moved] = ["log", "moved"].map(|name| dir.path().join(name));
+        std::fs::create_dir(&log).unwrap();
+        let copy = LogCopy::at(&log).unwrap();
+        let mut claim = Claim::of(b"", "claim", 1);
+        (claim.host, claim.directory) = (copy.host.clone(), copy.directory.clone());
+        assert!(copy.has_claimed_here(&claim));
+        std::fs::rename(&log, &moved).unwrap();
+        assert_eq!(LogCopy::at(&moved).unwrap(), copy);
+        std::fs::create_dir(&log).unwrap();
+        let other = LogCopy::at(&log).unwrap();
+        assert!(other.has_claimed(&claim) && !other.has_claimed_here(&claim));
+        // Earlier programs have not told it.
+        claim.directory = None;
+        assert!(other.has_claimed_here(&claim));
+    }
 }

@@ -317,7 +317,11 @@ impl<'a> Replica<'a> {
     }
 
     fn claim_epoch(&self, epoch: u64, after: Option<ObjectId>) -> Result<()> {
-        let LogCopy { host, copy } = LogCopy::at(&self.log_dir)?;
+        let LogCopy {
+            host,
+            copy,
+            directory,
+        } = LogCopy::at(&self.log_dir)?;
         let claim = Claim {
             epoch,
             writer: random()?,
@@ -327,6 +331,7 @@ impl<'a> Replica<'a> {
             ),
             host,
             copy,
+            directory,
             after,
             promoted: true,
             made_us: now_us(),

@@ -448,6 +448,7 @@ mod tests {
             owner: String::new(),
             host: String::new(),
             copy: None,
+            directory: None,
             after: after.map(place),
             promoted: false,
             made_us: 0,

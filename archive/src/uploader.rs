@@ -209,16 +209,16 @@ impl<'a> Uploader<'a> {
             .as_ref()
             .and_then(|catalog| catalog.promoted_since(&copy));
         if let Some(promoted) = promoted.filter(|_| !options.take_over) {
-            return Err(not_ours(archive, &promoted.owner));
+            return Err(not_ours(archive, promoted, &copy));
         }
-        let stranger = newest.filter(|newest| !copy.has_claimed(newest));
-        let stranger = stranger.map(|newest| newest.owner.clone());
+        let stranger = newest.filter(|newest| !copy.has_claimed_here(newest));
         let mut claim = Claim {
             epoch,
             writer,
             owner: format!("process {} on {}", std::process::id(), copy.host),
-            host: copy.host,
-            copy: copy.copy,
+            host: copy.host.clone(),
+            copy: copy.copy.clone(),
+            directory: copy.directory.clone(),
             after: None,
             promoted: false,
             made_us: now_us(),
@@ -261,7 +261,7 @@ impl<'a> Uploader<'a> {
             }
             Err(why) => {
                 if let Some(stranger) = stranger.filter(|_| !options.take_over) {
-                    return Err(not_ours(archive, &stranger));
+                    return Err(not_ours(archive, stranger, &copy));
                 }
                 let follower = LogFollower::new(log_dir, &root);
                 (follower, None, State::new(next, &root), Base::None, why)
@@ -1126,13 +1126,19 @@ async fn claim_log(archive: &Archive, root: &LogRoot) -> Result<()> {
     Err(Error::new(ErrorKind::InvalidInput, message))
 }
 
-/// The error for an archive that another machine has gone on with: this one may be a host that
-/// has come back.
-fn not_ours(archive: &Archive, stranger: &str) -> Error {
+/// The error for an archive that another machine, or copy of the log, has gone on with: this one may
+/// be a host that has come back.
+fn not_ours(archive: &Archive, stranger: &Claim, copy: &LogCopy) -> Error {
+    let owner = &stranger.owner;
+    let place = if copy.has_claimed(stranger) && !copy.has_claimed_here(stranger) {
+        ", from another directory, or before this one was brought back from a backup"
+    } else {
+        ""
+    };
     Error::new(
         ErrorKind::Fenced,
         format!(
-            "{}: {stranger} has written this archive since, and this log does not go on where it \
+            "{}: {owner} has written this archive since{place}, and this log does not go on where it \
              ends; if this log is the one to archive, add --take-over",
             archive.shown()
         ),

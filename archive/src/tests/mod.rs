@@ -545,6 +545,38 @@ fn a_log_that_is_behind_the_archive_does_not_pass_for_its_end() {
     assert_eq!(bench.bytes_at(&archive, Point::Newest)[512], 2);
 }
 
+/// A copy of a log's directory is another one, on the same machine, too.
+#[test]
+fn a_copied_directory_is_another_copy_of_the_log() {
+    let (bench, archive, store) = Bench::in_use(Retention::All);
+    write(&store.disks()[0], 0, 1, 1);
+    mark(&store.disks()[0]);
+    store.close().unwrap();
+    settle(&mut uploader(&archive, &bench));
+    let copy = bench.dir.path().join("copy");
+    let copied = std::process::Command::new("cp")
+        .arg("-a")
+        .args([&bench.log(), &copy])
+        .status();
+    assert!(copied.unwrap().success());
+    // It has all that the archive has.
+    let goes_on = Uploader::new(&archive, &copy, UploadOptions::default()).unwrap();
+    assert_eq!(goes_on.epoch(), 2);
+    let store = bench.open(&["a"]);
+    write(&store.disks()[0], 0, 2, 1);
+    mark(&store.disks()[0]);
+    store.close().unwrap();
+    settle(&mut uploader(&archive, &bench));
+    // Now it lacks something. The other one has sent it.
+    let why = refused(&archive, &copy);
+    assert_eq!(why.kind(), ErrorKind::Fenced);
+    let why = why.to_string();
+    assert!(why.contains("another directory"), "{why}");
+    assert!(why.contains("--take-over"), "{why}");
+    let mut taken = Uploader::new(&archive, &copy, take_over()).unwrap();
+    assert!(taken.take_reason().is_some());
+}
+
 /// The point is inside a batch, so the log that is brought back has a restore in place, at an LSN
 /// that a record has in the other log.
 #[test]
