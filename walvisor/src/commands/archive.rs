@@ -580,9 +580,9 @@ impl FollowingPush<'_> {
                     }
                     let idle = (tick.caught_up || tick.log_bytes == 0) && tick.base.is_none();
                     if idle {
-                        let rest = if self.sync && !tick.caught_up {
+                        let rest = if self.sync && !(tick.caught_up && tick.restorable) {
                             // Nothing else wakes this push for the request that waits for what
-                            // can't be read yet.
+                            // can't be read yet, or for images that do not count yet.
                             soon = (2 * soon).min(RETRY_FOR_WAITERS);
                             soon
                         } else {

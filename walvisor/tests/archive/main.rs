@@ -568,6 +568,34 @@ fn with_archive_sync_flushes_fail_once_the_directory_of_the_archive_is_another()
     assert_eq!(newest, Some(written));
 }
 
+/// The first copy of the images counts once an expire has ended, whatever the interval is.
+#[test]
+fn with_archive_sync_a_flush_waits_for_an_expire_and_no_longer() {
+    let (place, home, _) = two_hosts();
+    let store = place.path().join("store");
+    let notice = store.join("expiring/0.json");
+    fs::create_dir_all(store.join("expiring")).unwrap();
+    fs::write(&notice, "{}").unwrap();
+    create(&home, "disk.img", "1M");
+    let url = format!("file://{}", store.display());
+    let archive = format!("archive={url},archive-interval=1h,archive-sync=on");
+    let spec = format!("path=disk.img,socket=nbd.sock,{archive}");
+    let mut command = serve_nbd(Command::new(program()), &spec);
+    let told = place.path().join("told");
+    let errors = fs::File::create(&told).unwrap();
+    let daemon = Daemon::start_telling(&home, &mut command, errors.into(), 1);
+    let mut client = RawClient::extended(&home.join("nbd.sock"));
+    let writer = std::thread::spawn(move || write_next(&mut client, &mut 0));
+    wait_until("the push to see the notice", || {
+        let told = fs::read_to_string(&told).unwrap();
+        told.contains("removes what is too old (expiring/0.json)")
+    });
+    assert!(!writer.is_finished());
+    fs::remove_file(&notice).unwrap();
+    writer.join().unwrap();
+    daemon.stop();
+}
+
 /// The store is away while a client writes: its writes wait once the archive lacks its limit, and
 /// go on when it is back. The archive has no hole. A daemon with writes that wait ends all the same.
 #[test]
