@@ -362,7 +362,8 @@ fn no_command_takes_an_image_for_complete_that_lacks_chunks() {
         assert!(inspect(image, log).unwrap().unfetched > 0);
         faulty.fail_after(u64::MAX);
     });
-    (done.unwrap(), used.unwrap());
+    done.unwrap();
+    used.unwrap();
     let (image, log) = (dir.join("a"), dir.join("a.wal"));
     leave_log(&image, &log, &[]).unwrap();
     assert!(std::fs::read(&image).unwrap().iter().all(|byte| *byte == 1));
