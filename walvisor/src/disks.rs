@@ -1,11 +1,11 @@
 //! Opens the disks of a command line. Disks that name the same log directory share the log. Closes
 //! the logs at the end.
 
-use std::collections::HashMap;
+use std::collections::{BTreeMap, HashMap};
 use std::fs::File;
 use std::num::NonZero;
 use std::path::{Path, PathBuf};
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
@@ -94,7 +94,7 @@ impl OpenLogs {
     /// no log, or is a look at the past.
     pub fn directory_of(spec: &DiskSpec) -> Option<PathBuf> {
         let directory = spec.log_directory().filter(|_| spec.at.is_none())?;
-        Some(real_path(&directory))
+        Some(real_log(&directory))
     }
 
     /// Notes that requests to the log in this directory wait for its archive.
@@ -287,7 +287,7 @@ impl OpenLogs {
             for (member, disk) in members.iter().zip(store.disks()) {
                 backends.insert(*member, Arc::new(disk.clone()));
             }
-            let directory = real_path(&log);
+            let directory = real_log(&log);
             self.logs.push(OpenLog {
                 directory,
                 store,
@@ -523,11 +523,11 @@ fn check_memory(specs: &[DiskSpec]) -> Result<(), String> {
 
 /// Refuses looks at logs that other disks write.
 fn check_looks(specs: &[DiskSpec], groups: &[(PathBuf, Vec<usize>)]) -> Result<(), String> {
-    let written: Vec<PathBuf> = groups.iter().map(|(log, _)| real_path(log)).collect();
+    let written: Vec<PathBuf> = groups.iter().map(|(log, _)| real_log(log)).collect();
     let mut looks = specs.iter().filter(|spec| spec.at.is_some());
     let clash = looks.find(|spec| {
         let log = spec.log_directory();
-        log.is_some_and(|log| written.contains(&real_path(&log)))
+        log.is_some_and(|log| written.contains(&real_log(&log)))
     });
     match clash {
         None => Ok(()),
@@ -693,7 +693,7 @@ pub(crate) fn group_by_log(specs: &[DiskSpec]) -> Vec<(PathBuf, Vec<usize>)> {
         let Some(log) = spec.log_directory() else {
             continue;
         };
-        let real = real_path(&log);
+        let real = real_log(&log);
         match groups.iter_mut().find(|(_, known, _)| *known == real) {
             Some((_, _, members)) => members.push(index),
             None => groups.push((log, real, vec![index])),
@@ -703,6 +703,26 @@ pub(crate) fn group_by_log(specs: &[DiskSpec]) -> Vec<(PathBuf, Vec<usize>)> {
         .into_iter()
         .map(|(log, _, members)| (log, members))
         .collect()
+}
+
+/// Where the directories of logs are, by the path that a disk has named. To look again would wait
+/// for a file system that does not answer.
+static LOGS: Mutex<BTreeMap<PathBuf, PathBuf>> = Mutex::new(BTreeMap::new());
+
+/// The directory of a log, with links resolved as they were when a disk last
+/// [named](look_for_log) it.
+fn real_log(log: &Path) -> PathBuf {
+    let known = LOGS.lock().unwrap_or_else(PoisonError::into_inner);
+    let known = known.get(log).cloned();
+    known.unwrap_or_else(|| look_for_log(log))
+}
+
+/// Resolves the directory of a log that a disk names.
+pub(crate) fn look_for_log(log: &Path) -> PathBuf {
+    let real = real_path(log);
+    let mut known = LOGS.lock().unwrap_or_else(PoisonError::into_inner);
+    known.insert(log.to_owned(), real.clone());
+    real
 }
 
 /// A canonical path. The last part need not exist.

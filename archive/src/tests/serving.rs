@@ -5,8 +5,8 @@ use std::sync::mpsc::channel;
 use std::thread;
 
 use walvisor_storage::{
-    FetchMap, Image, ImageReader, LogRoot, clone_disk, default_log_dir, import_disk, inspect,
-    leave_log, resize_disk,
+    FetchMap, Image, ImageReader, LogRoot, RescueOptions, adopt_image, clone_disk, default_log_dir,
+    import_disk, inspect, leave_log, rescue_disk, resize_disk,
 };
 use walvisor_testkit::{PATIENCE, Random};
 
@@ -349,6 +349,22 @@ fn no_command_takes_an_image_for_complete_that_lacks_chunks() {
         let (image, log) = (&report.disks[0].path, &report.log_dir);
         let left = leave_log(image, log, &[]).map(drop).unwrap_err();
         assert!(left.to_string().contains("not all of the image"), "{left}");
+        // Nor of a copy without what says so.
+        let copy = bench.dir.path().join("copy");
+        std::fs::write(&copy, std::fs::read(image).unwrap()).unwrap();
+        let rescue = RescueOptions {
+            log_wins: true,
+            ..RescueOptions::default()
+        };
+        let out = bench.dir.path().join("out");
+        let refused = [
+            rescue_disk(&copy, log, &out, rescue, None, &mut |_, _| {}).map(drop),
+            adopt_image(&copy, log).map(drop),
+        ];
+        for refused in refused {
+            let told = refused.unwrap_err().to_string();
+            assert!(told.contains("not all of the image"), "{told}");
+        }
         let disks = [DiskOptions::new(image)];
         let store = Store::open(log, &disks, &options(Retention::Nothing)).unwrap();
         let disk = &store.disks()[0];

@@ -14,6 +14,7 @@ use std::sync::{Mutex, OnceLock, PoisonError};
 use std::time::Duration;
 
 use io_uring::register::Restriction;
+use io_uring::squeue::Flags;
 use io_uring::{IoUring, opcode, squeue};
 use rustix::io::Errno;
 use slab::Slab;
@@ -108,6 +109,7 @@ fn make() -> io::Result<IoUring> {
     let mut allowed: Vec<_> = operations
         .into_iter()
         .chain(REGISTRATIONS.map(Restriction::register_op))
+        .chain([Restriction::sqe_flags_allowed(Flags::ASYNC.bits())])
         .collect();
     ring.submitter().register_restrictions(&mut allowed)?;
     ring.submitter().register_enable_rings()?;

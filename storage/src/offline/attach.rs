@@ -166,12 +166,6 @@ impl OpenBase {
         })
     }
 
-    /// Whether only the identity of the image is missing, so that the disk's past can still be seen
-    /// over it.
-    pub(crate) fn has_lost_identity(&self, entry: &DiskEntry) -> Result<bool> {
-        Ok(self.identity.mark.is_none() && self.why_changed(entry)?.is_none())
-    }
-
     /// Whether the file's length is what the log says, or longer because a resize was interrupted.
     pub(crate) fn size_fits(&self, entry: &DiskEntry) -> bool {
         let size = entry.size.get();

@@ -24,6 +24,7 @@ use crate::log::commit::Commit;
 use crate::log::spill::{Spill, SpillPaths};
 use crate::medium::directory::{directory, directory_to_read};
 use crate::medium::engine::EngineKind;
+use crate::medium::fetch_map::FetchMap;
 use crate::medium::filesystem::{OpenMode, files};
 use crate::medium::lock::Access;
 use crate::medium::mark::{ImageMark, hex};
@@ -146,11 +147,9 @@ pub fn adopt_image(path: &Path, log_dir: &Path) -> Result<HeldRecords> {
     let spilled = spilled_bytes(&control, &entry);
     let synced = base.file.sync_all();
     synced.map_err(|error| Error::io("sync the base image", path, error))?;
-    if !base.has_lost_identity(&entry)? {
-        // Its past needs the image as it was.
-        let newest = scan.newest(&control.control).lsn;
-        check_past(&base, place, &mut control, newest)?;
-    }
+    // Its past needs the image as it was.
+    let newest = scan.newest(&control.control).lsn;
+    check_past(&base, place, &mut control, newest)?;
     control.change_both(|control| control.disks[place].announce(1))?;
     mark_as_own(&base, &mut control, place, true)?;
     Ok(report(&entry, &control, (&held, spilled), true))
@@ -177,8 +176,7 @@ pub fn plan_adoption(
         (&held, spilled_bytes(&control, &entry)),
         true,
     );
-    let goes_on = base.has_lost_identity(&entry)? || base.why_no_past(&control, place)?.is_none();
-    if goes_on {
+    if base.why_no_past(&control, place)?.is_none() {
         return Ok((held, None));
     }
     let newest = scan.newest(&control.control).lsn;
@@ -323,13 +321,21 @@ fn find(
 
 /// As [`find`], for an image that may have lost both its identity and its place: the log's only disk
 /// is its disk then, if it has the size.
+///
+/// # Errors
+/// As [`find`]; or [`ErrorKind::Locked`] if the image may be a copy of one that a restore has not
+/// fetched as a whole.
 pub(crate) fn find_lost(base: &OpenBase, control: &ControlFile, log_dir: &Path) -> Result<usize> {
-    let found = find(&base.options.path, Some(base), control, log_dir);
+    let mut found = find(&base.options.path, Some(base), control, log_dir);
     if is_only_disk(base, control) {
-        found.or(Ok(0))
-    } else {
-        found
+        found = found.or(Ok(0));
     }
+    let place = found?;
+    let own = control.control.disks[place].path(&control.home);
+    if own != base.path {
+        FetchMap::refuse(&own)?;
+    }
+    Ok(place)
 }
 
 /// Whether the image belongs to another disk: one of this log, or one that another log has open.
@@ -508,10 +514,10 @@ mod tests {
         }
     }
 
-    /// A copy that has only lost its identity shows the disk's past; one with other bytes does not,
-    /// and the plan says what that loses.
+    /// Nobody knows whether all bytes of the image are those that the log left. The plan says what
+    /// is lost.
     #[test]
-    fn an_adopted_image_shows_the_past_if_its_bytes_are_those_of_the_log() {
+    fn the_plan_of_an_adoption_says_what_is_lost() {
         let dir = tempfile::tempdir().unwrap();
         let (path, log) = (dir.path().join("disk.img"), dir.path().join("log"));
         let options = StoreOptions {
@@ -537,17 +543,10 @@ mod tests {
             Ok::<_, Error>(std::fs::read(copy).unwrap()[0])
         };
         assert_eq!(shown("before").unwrap(), 1);
-        let mut bytes = std::fs::read(&path).unwrap();
-        let copy = |bytes: &[u8]| {
-            std::fs::remove_file(&path).unwrap();
-            std::fs::write(&path, bytes).unwrap();
-        };
-        copy(&bytes);
         assert_eq!(plan_adoption(&path, &log).unwrap().1, None);
-        adopt_image(&path, &log).unwrap();
-        assert_eq!(shown("after").unwrap(), 1);
-        bytes[..4096].fill(7);
-        copy(&bytes);
+        let bytes = std::fs::read(&path).unwrap();
+        std::fs::remove_file(&path).unwrap();
+        std::fs::write(&path, bytes).unwrap();
         assert_eq!(plan_adoption(&path, &log).unwrap().1, Some(vec![name]));
         adopt_image(&path, &log).unwrap();
         shown("lost").unwrap_err();
@@ -578,6 +577,30 @@ mod tests {
         ] {
             let told = told.unwrap_err().to_string();
             assert!(told.contains("segments, and no control file"), "{told}");
+        }
+    }
+
+    /// An image without its mark looks like any file.
+    #[test]
+    fn no_export_replaces_an_image_of_its_log() {
+        let dir = tempfile::tempdir().unwrap();
+        let at = |name: &str| dir.path().join(name);
+        let log = at("log");
+        for disk in ["a", "b"] {
+            create_disk(&at(disk), MIB, &log, &StoreOptions::default()).unwrap();
+        }
+        std::fs::remove_file(at("b")).unwrap();
+        std::fs::write(at("b"), vec![7; MIB as usize]).unwrap();
+        for options in [(false, false), (true, true)] {
+            let rescue = RescueOptions {
+                replace: true,
+                log_wins: options.0,
+                salvage: options.1,
+            };
+            let refused = rescue_disk(&at("a"), &log, &at("b"), rescue, None, &mut |_, _| {});
+            let told = refused.unwrap_err().to_string();
+            assert!(told.contains("the image of a disk of the log"), "{told}");
+            assert_eq!(std::fs::read(at("b")).unwrap(), vec![7; MIB as usize]);
         }
     }
 }

@@ -199,6 +199,7 @@ pub fn rescue_disk(
         return Ok((done, Vec::new()));
     }
     let size = view.size;
+    refuse_member(&view, raw)?;
     let mode = mode_of(view.base.file.as_ref(), path)?;
     let (part, _replaced) = begin_raw(raw, options.replace, size, mode, String::new())?;
     let unreadable = Mutex::default();
@@ -350,6 +351,21 @@ pub fn clone_disk(
     Ok(done)
 }
 
+/// Refuses to replace the image of a disk of the same log, whatever its mark says.
+fn refuse_member(view: &View, raw: &Path) -> Result<()> {
+    let Some((control, _)) = &view.log else {
+        return Ok(());
+    };
+    if !control.image_paths().contains(&real_path(raw)?) {
+        return Ok(());
+    }
+    Err(invalid(format!(
+        "{}: the image of a disk of the log in {}; name another file",
+        raw.display(),
+        control.path.parent().unwrap_or(&control.path).display()
+    )))
+}
+
 /// Writes the contents of a view to the raw image `raw`.
 fn write_raw(
     view: &View,
@@ -359,6 +375,7 @@ fn write_raw(
     threads: Option<NonZeroUsize>,
     progress: Progress<'_>,
 ) -> Result<Transfer> {
+    refuse_member(view, raw)?;
     let mode = mode_of(view.base.file.as_ref(), path)?;
     // Hold the lock to the end.
     let (part, _replaced) = begin_raw(raw, replace, view.size, mode, origin(view)?)?;

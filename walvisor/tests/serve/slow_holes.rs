@@ -163,6 +163,57 @@ pub(super) fn read_from_image(dir: &Path, client: &mut RawClient) {
     wait_until("the read", || disk_stats(dir, "slow")["reads"] == 1);
 }
 
+/// More clients of another disk than there are threads go on beside a read of an image that does not
+/// answer.
+#[test]
+fn a_read_that_is_not_answered_delays_no_other_disk() {
+    let dir = &test_dir();
+    let Some(slow) = mount(dir) else {
+        return;
+    };
+    std::fs::create_dir(dir.join("in")).unwrap();
+    create(dir, "in/a", "1M");
+    let daemon = Daemon::start(dir, SLOW_AND_A);
+    let mut client = write_and_halt(dir, &slow);
+    let late = resume_late(&slow);
+    read_from_image(dir, &mut client);
+    let threads = std::thread::available_parallelism().map_or(1, usize::from);
+    let others = (0..=threads).map(|_| RawClient::extended_to(&dir.join("s"), "a"));
+    for mut other in others.collect::<Vec<_>>() {
+        other.write(1, 0, &[8; 4096]);
+        other.flush(2);
+    }
+    assert!(late.send(()).is_ok(), "a disk waited for another's image");
+    slow.resume();
+    assert_eq!(client.reply().cookie, 3);
+    drop(client);
+    assert_eq!(daemon.stop(), "");
+}
+
+/// A disk is to be added whose log is where nobody answers.
+#[test]
+fn an_addition_that_waits_for_a_directory_delays_no_other() {
+    let dir = &test_dir();
+    let Some(slow) = mount(dir) else {
+        return;
+    };
+    std::fs::create_dir(dir.join("in")).unwrap();
+    for disk in ["in/a", "in/b", "in/c"] {
+        create(dir, disk, "1M");
+    }
+    let daemon = Daemon::start(dir, SLOW_AND_A);
+    slow.halt();
+    let late = resume_late(&slow);
+    let mut waits = ctl_begun(dir, "add-disk path=in/b,log=slow/log,socket=s,serial=b");
+    ctl(dir, "add-disk path=in/c,socket=s,serial=c");
+    ctl(dir, "remove-disk c");
+    assert!(late.send(()).is_ok(), "a disk waited for another's log");
+    slow.resume();
+    assert!(!waits.wait().unwrap().success());
+    assert_eq!(disk_names(dir), ["slow", "a"]);
+    daemon.stop();
+}
+
 const SLOW_AND_A: &str = "--control ctl --disk-dir in \
     --disk path=slow/disk.img,log=slow-log,socket=s,serial=slow --disk path=in/a,socket=s,serial=a";
 
@@ -200,11 +251,9 @@ fn removal_delays_no_other_request(reads: bool) {
     ctl_refused(dir, "add-disk path=in/c,socket=s,serial=slow", &[busy]);
     ctl(dir, "set-limit --disk a --ops-per-second 1000");
     ctl(dir, "remove-disk a");
-    if !reads {
-        let mut other = RawClient::extended_to(&dir.join("s"), "b");
-        other.write(1, 0, &[8; 4096]);
-        other.flush(2);
-    }
+    let mut other = RawClient::extended_to(&dir.join("s"), "b");
+    other.write(1, 0, &[8; 4096]);
+    other.flush(2);
     assert!(late.send(()).is_ok(), "a request waited for the image");
     slow.resume();
     if let Some(client) = &mut client {

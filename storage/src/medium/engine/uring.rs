@@ -1,10 +1,11 @@
 //! The io_uring engine: one system call for all reads and writes of a turn.
 
 use std::io;
-use std::os::fd::AsRawFd;
+use std::os::fd::{AsRawFd, BorrowedFd, RawFd};
 
+use io_uring::squeue::Flags;
 use io_uring::{opcode, types};
-use rustix::io::Errno;
+use rustix::io::{Errno, ReadWriteFlags, preadv2};
 
 use crate::Buffer;
 use crate::medium::file::{Engine, Io, IoCompletion, run, write_chunks};
@@ -41,6 +42,8 @@ pub(super) struct UringEngine {
     slices: Vec<IoVecs>,
     /// Reads that were submitted and not started.
     gathered_reads: usize,
+    /// The flags of operations on a file, by its descriptor, once known.
+    flags: Vec<Option<Flags>>,
     /// Signalled for operations that end while they are submitted; the ring signals it for all
     /// others.
     event: Event,
@@ -53,6 +56,7 @@ impl UringEngine {
             done: Vec::new(),
             slices: Vec::new(),
             gathered_reads: 0,
+            flags: Vec::new(),
             event: event.try_clone()?,
         })
     }
@@ -61,6 +65,23 @@ impl UringEngine {
     fn start(&mut self) {
         self.gathered_reads = 0;
         self.ring.enter();
+    }
+
+    /// The flags of operations on an open file.
+    fn flags_of(&mut self, fd: RawFd) -> Flags {
+        let place = usize::try_from(fd).expect("an open file");
+        if self.flags.len() <= place {
+            self.flags.resize(place + 1, None);
+        }
+        *self.flags[place].get_or_insert_with(|| {
+            // SAFETY: the caller's operation owns the file.
+            let file = unsafe { BorrowedFd::borrow_raw(fd) };
+            if answers_at_once(file) {
+                Flags::empty()
+            } else {
+                Flags::ASYNC
+            }
+        })
     }
 
     fn account(&mut self, operation: InFlightIo, moved: Result<usize, Errno>) {
@@ -77,6 +98,16 @@ impl UringEngine {
         };
         self.done.push(IoCompletion { id, result });
     }
+}
+
+/// Whether the kernel can begin an operation on the file without waiting for its file system. For
+/// others, such as FUSE, it asks the file system in the system call that submits the operation, which
+/// would keep the thread from all other files; `ASYNC` has a thread of the kernel do that.
+fn answers_at_once(file: BorrowedFd<'_>) -> bool {
+    let mut byte = [0];
+    let into = &mut [io::IoSliceMut::new(&mut byte)];
+    // The flag is refused before the file system is asked.
+    preadv2(file, into, 0, ReadWriteFlags::NOWAIT) != Err(Errno::OPNOTSUPP)
 }
 
 /// Ends an operation that has moved `moved` bytes. Too few is not an error: plain calls do the
@@ -104,9 +135,10 @@ impl Engine for UringEngine {
                 buffer,
             } => {
                 self.gathered_reads += 1;
-                let fd = types::Fd(source.file().raw_fd());
-                let read = opcode::Read::new(fd, buffer.as_mut_ptr(), buffer.len() as u32);
-                read.offset(*offset).build()
+                let file = source.file().raw_fd();
+                let (fd, len) = (types::Fd(file), buffer.len() as u32);
+                let read = opcode::Read::new(fd, buffer.as_mut_ptr(), len).offset(*offset);
+                read.build().flags(self.flags_of(file))
             }
             Io::Write {
                 base,
@@ -118,9 +150,10 @@ impl Engine for UringEngine {
                     iov_base: chunk.buffer.as_ptr().cast_mut().cast(),
                     iov_len: chunk.len,
                 }));
-                let fd = types::Fd(base.raw_fd());
-                let write = opcode::Writev::new(fd, slices.0.as_ptr(), slices.0.len() as u32);
-                write.offset(*offset).build()
+                let file = base.raw_fd();
+                let (fd, len) = (types::Fd(file), slices.0.len() as u32);
+                let write = opcode::Writev::new(fd, slices.0.as_ptr(), len).offset(*offset);
+                write.build().flags(self.flags_of(file))
             }
             Io::Zero { file, range, unmap } => {
                 let fd = types::Fd(file.as_raw_fd());

@@ -12,7 +12,7 @@ use std::io;
 use std::panic::resume_unwind;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, TryLockError};
 use std::thread::{self, ScopedJoinHandle};
 
 use walvisor_vmm::disk::OpenDisk;
@@ -197,9 +197,13 @@ impl Hotplug {
         self.logs.open()
     }
 
-    /// The names of the disks that are being opened or closed.
+    /// The names of the disks that are being opened or closed, as far as one knows without waiting.
     pub(super) fn changing(&self) -> Vec<String> {
-        let served = self.lock();
+        let served = match self.served.try_lock() {
+            Ok(served) => served,
+            Err(TryLockError::Poisoned(poisoned)) => poisoned.into_inner(),
+            Err(TryLockError::WouldBlock) => return Vec::new(),
+        };
         let changing = served.changing.iter();
         changing.map(|disk| disk.name.clone()).collect()
     }

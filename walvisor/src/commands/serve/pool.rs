@@ -57,6 +57,10 @@ impl PoolDisk {
         let doors = Doors::new(std::slice::from_ref(spec), 0o600, false, &Tls::Off);
         let name = doors.name(spec);
         let said = keys.iter().find(|(key, _)| key == "at");
+        // The check of all disks holds a lock, so it does not look.
+        if let Some(log) = spec.log_directory() {
+            disks::look_for_log(&log);
+        }
         let identity = match (&spec.path, &spec.at) {
             (Some(path), None) => Identity::Image(real_path(path)),
             (Some(path), Some(at)) => {
