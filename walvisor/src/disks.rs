@@ -5,7 +5,7 @@ use std::collections::{BTreeMap, HashMap};
 use std::fs::File;
 use std::num::NonZero;
 use std::path::{Path, PathBuf};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
@@ -709,19 +709,22 @@ pub(crate) fn group_by_log(specs: &[DiskSpec]) -> Vec<(PathBuf, Vec<usize>)> {
 /// for a file system that does not answer.
 static LOGS: Mutex<BTreeMap<PathBuf, PathBuf>> = Mutex::new(BTreeMap::new());
 
+fn known_logs() -> MutexGuard<'static, BTreeMap<PathBuf, PathBuf>> {
+    LOGS.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
 /// The directory of a log, with links resolved as they were when a disk last
 /// [named](look_for_log) it.
 fn real_log(log: &Path) -> PathBuf {
-    let known = LOGS.lock().unwrap_or_else(PoisonError::into_inner);
-    let known = known.get(log).cloned();
+    let known = known_logs().get(log).cloned();
+    // Looks without the lock.
     known.unwrap_or_else(|| look_for_log(log))
 }
 
 /// Resolves the directory of a log that a disk names.
 pub(crate) fn look_for_log(log: &Path) -> PathBuf {
     let real = real_path(log);
-    let mut known = LOGS.lock().unwrap_or_else(PoisonError::into_inner);
-    known.insert(log.to_owned(), real.clone());
+    known_logs().insert(log.to_owned(), real.clone());
     real
 }
 
