@@ -8,7 +8,7 @@ use std::fs::File;
 use std::num::{NonZeroU64, NonZeroUsize};
 use std::ops::Range;
 use std::os::unix::fs::MetadataExt;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
 use rustix::fs::{Advice, fadvise};
 use zerocopy::IntoBytes;
@@ -351,12 +351,15 @@ pub fn clone_disk(
     Ok(done)
 }
 
-/// Refuses to replace the image of a disk of the same log, whatever its mark says.
+/// Refuses to replace the image of another disk of the log, whatever its mark says.
 fn refuse_member(view: &View, raw: &Path) -> Result<()> {
     let Some((control, _)) = &view.log else {
         return Ok(());
     };
-    if !control.image_paths().contains(&real_path(raw)?) {
+    let images = control.image_paths();
+    // Its own image is open. Whoever makes the file reports a path that does not exist.
+    let other = |target: &PathBuf| *target != view.base.path && images.contains(target);
+    if !real_path(raw).is_ok_and(|target| other(&target)) {
         return Ok(());
     }
     Err(invalid(format!(
@@ -639,7 +642,6 @@ fn transfer<T: Send>(
 #[cfg(not(feature = "shuttle"))]
 mod tests {
     use std::panic::{AssertUnwindSafe, catch_unwind};
-    use std::path::PathBuf;
 
     use super::*;
     use crate::medium::file::ReadFile;
