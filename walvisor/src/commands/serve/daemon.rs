@@ -13,7 +13,6 @@ use std::os::fd::OwnedFd;
 use std::os::unix::net::UnixListener;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{Sender, channel};
 use std::thread;
 use std::time::Instant;
@@ -347,7 +346,6 @@ impl Shutdown {
 /// Reads the file of `--config` again. Dropping this waits until the one under way has ended.
 struct Reloads {
     asked: Sender<()>,
-    reading: Arc<AtomicBool>,
     _thread: Threads,
 }
 
@@ -359,32 +357,21 @@ impl Reloads {
     ) -> std::io::Result<Self> {
         let (asked, asks) = channel();
         let (controlled, hotplug) = (Arc::clone(controlled), hotplug.clone());
-        let reading = Arc::new(AtomicBool::new(false));
-        let is_reading = Arc::clone(&reading);
         let mut thread = Threads::new("the daemon");
         thread.start(thread::Builder::new().name("reload".into()), move || {
             // What was asked for while the file was read may be newer than what was read.
             while asks.recv().is_ok() && !controlled.is_ending() {
                 asks.try_iter().for_each(drop);
-                is_reading.store(true, Ordering::Relaxed);
                 file.reload(&controlled, &hotplug);
-                is_reading.store(false, Ordering::Relaxed);
             }
         })?;
         Ok(Self {
             asked,
-            reading,
             _thread: thread,
         })
     }
 
     fn ask(&self) {
-        if self.reading.load(Ordering::Relaxed) {
-            tracing::warn!(
-                "the file of --config is read again once the disks that it has added or removed \
-                 before answer"
-            );
-        }
         // The thread ends only after this is dropped.
         let _ = self.asked.send(());
     }
