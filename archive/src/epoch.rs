@@ -145,7 +145,7 @@ impl Claim {
         };
         let claim = claim.and_then(of_epoch).unwrap_or_else(|error| {
             let error = Error::damaged(name, error);
-            tracing::warn!("{error}; the archive counts as begun anew there");
+            tracing::warn!("{error}; this program treats the archive as begun anew there");
             Self {
                 epoch,
                 writer: String::new(),

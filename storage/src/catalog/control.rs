@@ -182,7 +182,8 @@ pub(crate) fn existing_log(log_dir: &Path, access: Access) -> Result<ControlFile
     })
 }
 
-/// What is said of a directory that has segments and no control file: a log that has lost it.
+/// Describes a directory that has segments and no control file: a log that has lost it. `None`: it
+/// is no such directory.
 pub(crate) fn lost_control(log_dir: &Path) -> Option<String> {
     let segments = Segment::list(&*files(), log_dir).ok()?.len();
     (segments > 0 && !has_log(log_dir)).then(|| {

@@ -242,9 +242,9 @@ impl Disk {
     /// # Errors
     /// If the disk has left the log, or the log had failed, is being closed, is open for reading
     /// only, or can't be copied although it must.
-    pub(crate) fn hold(&self, user: HoldOwner) -> crate::Result<HeldLog> {
+    pub(crate) fn hold(&self, owner: HoldOwner) -> crate::Result<HeldLog> {
         let (held, holds) = mpsc::channel();
-        let task = KeeperTask::Look(self.state.clone(), user, held);
+        let task = KeeperTask::Look(self.state.clone(), owner, held);
         self.log.order(task)?;
         holds.recv().map_err(|_| self.log.closed())
     }

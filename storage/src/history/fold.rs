@@ -83,7 +83,7 @@ impl Keeper {
             let newest = self.control.control.with_rewinds(state.pipeline.appended());
             let for_replica = state.keeper.holds.held_for_replica(newest);
             let held = for_replica.or(state.keeper.holds.held_here());
-            let briefly = for_replica.is_some() || state.keeper.holds.end_soon();
+            let briefly = for_replica.is_some() || state.keeper.holds.all_end_soon();
             let index = log.counters.index.bytes();
             self.warn_if_crowded(&state, index);
             let heavy = log.index_is_heavy();

@@ -187,7 +187,7 @@ impl Keeper {
                 self.step(false)
             };
             // What an export held up was not tried.
-            let partly = paused || self.log.lock().keeper.holds.end_soon();
+            let partly = paused || self.log.lock().keeper.holds.all_end_soon();
             if let Some(line) = troubles.report(&self.log, &done, partly) {
                 tracing::error!("{line}");
             }
@@ -613,7 +613,7 @@ impl Keeper {
         if let Some(lsn) = for_replica.or(state.keeper.holds.held_here())
             && lsn < reached
         {
-            let briefly = for_replica.is_some() || state.keeper.holds.end_soon();
+            let briefly = for_replica.is_some() || state.keeper.holds.all_end_soon();
             drop(state);
             if briefly && !hurry && !closing {
                 // What holds it asks for a checkpoint when it ends.
@@ -812,13 +812,13 @@ impl Keeper {
     }
 
     /// Makes everything written so far durable, and holds what a look at the disk reads. The base
-    /// images do not change until the hold is dropped. A checkpoint that is due comes first, so that
-    /// a series of looks can't keep it off for ever. If it fails, whatever it copied is still in
-    /// the log, so a look at the remaining points sees the same.
+    /// images do not change until the hold is dropped. A checkpoint that is due comes first, so
+    /// that a series of looks can't keep it off for ever. If it fails, whatever it copied is still
+    /// in the log, so a look at the remaining points sees the same.
     pub(crate) fn hold(&mut self, disk: &DiskState, owner: HoldOwner) -> Result<HeldLog> {
         self.refuse_failed()?;
         let state = self.log.lock();
-        let due = state.keeper.checkpoint && !state.keeper.holds.freeze_images();
+        let due = state.keeper.checkpoint && !state.keeper.holds.has_open();
         drop(state);
         if due {
             // If this fails, the keeper retries and reports it.

@@ -5,10 +5,10 @@
 //! | a look at a disk in use | that of the base images, which do not change meanwhile | never |
 //! | the look of an export | the same | soon |
 //! | a restore in place | the same | soon |
-//! | a snapshot that the base images can stop at | its own | at once: what they lose is saved beside the log |
+//! | a snapshot that the base images can stop at | its own | at once: its bytes are saved beside the log |
 //! | one inside a rewind, at which they can't stop | its own | never |
 //! | the point of an export | its own | as a snapshot; inside a rewind, soon |
-//! | the replica, if what it may lack is limited | the newest that it has | never; closing does not wait for it |
+//! | the replica, if its lag is limited | the newest that it has | never; a close does not wait |
 //!
 //! Retention is no hold: it lets the oldest segments go by their age or number.
 
@@ -154,7 +154,7 @@ impl Holds {
     }
 
     /// Whether all that keeps the log from making room ends soon, the replica aside.
-    pub(crate) fn end_soon(&self) -> bool {
+    pub(crate) fn all_end_soon(&self) -> bool {
         self.held_here().is_some() && self.held_firmly().is_none()
     }
 
@@ -172,7 +172,7 @@ impl Holds {
     }
 
     /// Whether the base images must not change.
-    pub(crate) fn freeze_images(&self) -> bool {
+    pub(crate) fn has_open(&self) -> bool {
         self.0.iter().any(Hold::is_open)
     }
 
@@ -280,7 +280,7 @@ mod tests {
         use HoldOwner::{Export, Look, Replica, Rewind};
         let mut all = holds(&[(7, Export), (7, Rewind), (9, Look)]);
         assert_eq!((all.held_here(), all.held_firmly()), (Some(7), Some(9)));
-        assert!(!all.end_soon() && all.freeze_images());
+        assert!(!all.all_end_soon() && all.has_open());
         assert_eq!(all.owner_of(9), Some(Look));
         all.set_replica(Some(3));
         all.set_replica(Some(5));
@@ -297,9 +297,9 @@ mod tests {
         all.set_replica(None);
         assert_eq!(all.held(), Some(7));
         let brief = holds(&[(7, Export)]);
-        assert!(brief.end_soon() && brief.has_export());
+        assert!(brief.all_end_soon() && brief.has_export());
         assert_eq!(
-            (Holds::default().held(), Holds::default().end_soon()),
+            (Holds::default().held(), Holds::default().all_end_soon()),
             (None, false)
         );
     }
@@ -314,7 +314,7 @@ mod tests {
         };
         let mut all = Holds(vec![hold(4, GivesWay::AtOnce), hold(6, GivesWay::Never)]);
         assert_eq!((all.kept(), all.held()), (Some(4), Some(6)));
-        assert_eq!((all.owner_of(4), all.freeze_images()), (None, false));
+        assert_eq!((all.owner_of(4), all.has_open()), (None, false));
         assert_eq!(all.owner_of(6), Some(HoldOwner::Snapshot(name("x"))));
         all.pass(5);
         assert_eq!(all.kept(), Some(6));

@@ -142,7 +142,7 @@ impl KeeperState {
 
     /// Whether requests that need room fail after this attempt to make some.
     pub(crate) fn refuses_after(&self, done: &Result<()>) -> bool {
-        let waits = |error: &Error| self.pauses && error.is_no_space() || self.holds.end_soon();
+        let waits = |error: &Error| self.pauses && error.is_no_space() || self.holds.all_end_soon();
         done.as_ref().is_err_and(|error| !waits(error))
     }
 

@@ -157,8 +157,7 @@ impl OpenBase {
         }
     }
 
-    /// What is said of the log, in `log_dir` or where the image says, if it has lost its control
-    /// file.
+    /// Describes the log, in `log_dir` or where the image says, if it has lost its control file.
     pub(crate) fn lost_log(&self, log_dir: &Path) -> Option<String> {
         lost_control(log_dir).or_else(|| {
             let named = LogLocation::read(self.file.as_ref(), &self.options.path)?;

@@ -319,8 +319,8 @@ fn find(
     })
 }
 
-/// As [`find`], for an image that may have lost both its identity and its place: the log's only disk
-/// is its disk then, if it has the size.
+/// As [`find`], for an image that may have lost both its identity and its place: its disk is then
+/// the log's only one, if that has the size.
 ///
 /// # Errors
 /// As [`find`]; or [`ErrorKind::Locked`] if the image may be a copy of one that a restore has not

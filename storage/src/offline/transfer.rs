@@ -146,8 +146,12 @@ pub fn export_disk(
     threads: Option<NonZeroUsize>,
     progress: Progress<'_>,
 ) -> Result<Transfer> {
-    let view = View::open(path, log_dir, Access::Read, threads)?;
-    write_raw(&view, path, raw, replace, threads, progress)
+    let options = RescueOptions {
+        replace,
+        ..RescueOptions::default()
+    };
+    let (done, _) = rescue_disk(path, log_dir, raw, options, threads, progress)?;
+    Ok(done)
 }
 
 /// How [`rescue_disk`] writes a disk to a raw image.
@@ -247,7 +251,7 @@ fn salvage(
         let mut bytes = Vec::new();
         let read = view.read(
             piece.clone(),
-            &data.from(piece.start - range.start),
+            &data.after(piece.start - range.start),
             &mut |_, part| {
                 bytes.extend_from_slice(part);
                 Ok(true)

@@ -60,7 +60,7 @@ pub(crate) enum DataPlace {
 
 impl DataPlace {
     /// The place of the bytes that come so many bytes later.
-    pub(crate) fn from(&self, bytes: u64) -> Self {
+    pub(crate) fn after(&self, bytes: u64) -> Self {
         match self {
             Self::Base => Self::Base,
             Self::Zero => Self::Zero,

@@ -73,7 +73,7 @@ fn values_at(bench: &mut Bench, name: SnapshotName) -> Vec<u32> {
     let look = Look::in_use(&disk.log, &disk.state, at, held, None).unwrap();
     let shown = values(&look);
     drop(look);
-    let freeze = disk.log.lock().keeper.holds.freeze_images();
+    let freeze = disk.log.lock().keeper.holds.has_open();
     assert!(!freeze, "a look that has ended holds nothing");
     shown
 }

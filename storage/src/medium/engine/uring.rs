@@ -101,8 +101,8 @@ impl UringEngine {
 }
 
 /// Whether the kernel can begin an operation on the file without waiting for its file system. For
-/// others, such as FUSE, it asks the file system in the system call that submits the operation, which
-/// would keep the thread from all other files; `ASYNC` has a thread of the kernel do that.
+/// others, such as FUSE, the system call that submits the operation asks the file system, and the
+/// thread could serve no other file meanwhile. With `ASYNC`, a thread of the kernel does that.
 fn answers_at_once(file: BorrowedFd<'_>) -> bool {
     let mut byte = [0];
     let into = &mut [io::IoSliceMut::new(&mut byte)];
