@@ -432,11 +432,7 @@ impl NeededObjects {
         for at in line.from(from) {
             self.parts.insert(at);
             if alone && at >= base.exact_part {
-                // A root may show a restore in place a little later than the log.
-                let part = whole_part(archive, at).await?;
-                if part.is_some_and(|part| part.rewind_marks.is_empty()) {
-                    break;
-                }
+                break;
             }
         }
         Ok(())

@@ -454,14 +454,9 @@ impl<'a> Replica<'a> {
     fn write_parts(
         &mut self,
         parts: &[(PartHeader, Vec<u8>)],
-        mut lock: Option<&mut LockedLog>,
+        lock: Option<&mut LockedLog>,
     ) -> Result<()> {
-        if lock.is_some() && self.has_new_rewind(parts)? {
-            // Without the control file that tells of it, what it has undone would count again.
-            self.remove_control()?;
-            lock = None;
-        }
-        let segment_size = self.reader.roots[0].segment_size();
+        let segment_size = self.reader.begun.segment_size();
         for (header, body) in parts {
             let (slots, log_dir) = (&mut self.note.slots, &self.log_dir);
             let changed = &mut self.changed;
@@ -479,22 +474,6 @@ impl<'a> Replica<'a> {
             self.install(lock)?;
         }
         Ok(())
-    }
-
-    /// Whether a restore in place comes with these parts.
-    fn has_new_rewind(&self, parts: &[(PartHeader, Vec<u8>)]) -> Result<bool> {
-        let known = self
-            .reader
-            .roots
-            .last()
-            .map_or(Vec::new(), LogRoot::rewinds);
-        for (header, body) in parts.iter().filter(|(header, _)| header.root_len > 0) {
-            let root = LogRoot::decode(&body[..header.root_len as usize])?;
-            if root.rewinds().iter().any(|at| !known.contains(at)) {
-                return Ok(true);
-            }
-        }
-        Ok(false)
     }
 
     /// Takes the log away. Until it is there again nobody may open the images.
@@ -517,13 +496,13 @@ impl<'a> Replica<'a> {
         let log = AssembledLog::new(
             &self.log_dir,
             &LogParts {
-                roots: &self.reader.roots,
+                begun: &self.reader.begun,
+                newest: &self.reader.root,
                 images_lsn: self.base.images_lsn,
                 first_sequence: self.reader.first_sequence,
                 segments: self.note.slots.values().max().map_or(0, |slot| slot + 1),
                 last: self.reader.last,
                 until: u64::MAX,
-                until_us: u64::MAX,
                 images: &copies,
             },
         )?;
@@ -613,7 +592,7 @@ impl<'a> Replica<'a> {
         self.fetch_images(plan, &mut |_, _| {})?;
         self.base = plan.base.clone();
         self.reader.first_sequence = plan.base.first_sequence;
-        self.reader.roots[0] = plan.root.clone();
+        self.reader.begun = plan.root.clone();
         self.note.complete = true;
         let installed = self.install(lock.as_mut());
         installed.inspect_err(|_| self.note.complete = false)?;

@@ -69,8 +69,6 @@ pub(crate) struct PartHeader {
     pub root_at: ObjectId,
     /// The part in which each segment that the log still needs begins, by sequence.
     pub segments: Vec<(u64, ObjectId)>,
-    /// LSNs of marks of which it is not known yet whether they are restores in place.
-    pub rewind_marks: Vec<u64>,
     /// Where the log's clock went back in this part or before: the first record with an earlier time
     /// than the one before it. Only those with no earlier time behind them.
     #[serde(default)]
@@ -370,7 +368,6 @@ mod tests {
             root_len: 0,
             root_at: at,
             segments: vec![(5, at)],
-            rewind_marks: Vec::new(),
             set_back: Vec::new(),
             made_us: 1,
         }

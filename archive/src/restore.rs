@@ -131,24 +131,19 @@ pub fn verify(archive: &Archive, at: Point, progress: Progress<'_>) -> Result<Re
 
 /// Reads the log from the images of a base to a point, part by part, and checks it.
 pub(crate) struct LogReader {
-    /// The root of the base.
-    base: LogRoot,
+    /// The log's root when the copy of the images began.
+    pub begun: LogRoot,
     /// Segments with a lower sequence are not needed.
     pub first_sequence: u64,
     checker: PieceChecker,
-    /// The log's roots since the base: the first, the newest, and those that tell of restores in
-    /// place that the next one does not tell of.
-    pub roots: Vec<LogRoot>,
+    /// The log's newest root.
+    pub root: LogRoot,
     pub last: Commit,
     /// The point, with a snapshot's LSN instead of its name, and an LSN up to which no record is
     /// after it.
     at: (Point, u64),
     /// Whether the point was reached.
     ended: bool,
-    /// Whether a record up to `last` may be a restore in place: a later root tells.
-    unsettled: bool,
-    /// No restore in place after this LSN and this time counts.
-    until: (u64, u64),
     bytes: u64,
 }
 
@@ -156,19 +151,13 @@ impl LogReader {
     /// As of `at`; no record up to LSN `before` is after that.
     pub(crate) fn new(base: &BaseHeader, root: &LogRoot, at: Point, before: u64) -> Self {
         Self {
-            base: root.clone(),
+            begun: root.clone(),
             first_sequence: base.first_sequence,
             checker: PieceChecker::new(root),
-            roots: vec![root.clone()],
+            root: root.clone(),
             last: root.checkpoint(),
-            until: match at {
-                Point::Lsn(lsn) => (lsn, u64::MAX),
-                Point::Time(unix_us) => (u64::MAX, unix_us),
-                _ => (u64::MAX, u64::MAX),
-            },
             at: (at, before),
             ended: false,
-            unsettled: false,
             bytes: 0,
         }
     }
@@ -185,11 +174,6 @@ impl LogReader {
         if !root.is_empty() {
             self.take_root(&name, LogRoot::decode(root)?)?;
         }
-        if self.ended {
-            // This part was only read for its root, which may know of a restore in place that
-            // those before did not know yet.
-            return Ok(self.settle(header));
-        }
         for piece in &header.pieces {
             let (bytes, behind) = rest.split_at(piece.len as usize);
             rest = behind;
@@ -198,7 +182,7 @@ impl LogReader {
             }
             let checked = self.checker.check(piece.sequence, piece.offset, bytes);
             checked.map_err(|error| Error::damaged(&name, error))?;
-            let cut = cut_piece(&self.base, piece.offset, bytes, self.at);
+            let cut = cut_piece(&self.begun, piece.offset, bytes, self.at);
             let cut = cut.map_err(|error| Error::damaged(&name, error))?;
             let Some((len, last)) = cut else {
                 self.ended = true;
@@ -212,14 +196,7 @@ impl LogReader {
                 break;
             }
         }
-        self.settle(header);
-        Ok(true)
-    }
-
-    fn settle(&mut self, header: &PartHeader) -> bool {
-        let mut marks = header.rewind_marks.iter();
-        self.unsettled = marks.any(|mark| *mark <= self.last.lsn);
-        self.unsettled
+        Ok(!self.ended)
     }
 
     /// Ends before a part that is damaged, as this error says, if the point was reached.
@@ -228,7 +205,7 @@ impl LogReader {
     /// If not: with the newest point that can be.
     fn end_before(&self, error: Error) -> Result<bool> {
         let reached = self.ended || matches!(self.at.0, Point::Lsn(lsn) if lsn <= self.last.lsn);
-        if reached && !self.unsettled {
+        if reached {
             tracing::warn!("{error}; the log before it leads to the point; {MEND_PART}");
             return Ok(false);
         }
@@ -244,22 +221,13 @@ impl LogReader {
     }
 
     fn take_root(&mut self, name: &str, root: LogRoot) -> Result<()> {
-        if let Some(why) = root.why_other_images(&self.base) {
+        if let Some(why) = root.why_other_images(&self.begun) {
             return Err(Error::damaged(
                 name,
                 format!("it needs other images: {why}"),
             ));
         }
-        // A root comes with most parts: only a few can stay in memory.
-        if self.roots.len() > 1
-            && self
-                .roots
-                .last()
-                .is_some_and(|last| !root.lacks_rewinds_of(last))
-        {
-            self.roots.pop();
-        }
-        self.roots.push(root);
+        self.root = root;
         Ok(())
     }
 }
@@ -395,9 +363,6 @@ impl<'a> Plan<'a> {
             Err(damaged) => log.end_before(damaged),
         };
         self.carry_out(self.archive.in_order(read, &mut take))?;
-        if let Point::Cid(_) = self.at {
-            log.until.0 = log.last.lsn;
-        }
         Ok(log)
     }
 
@@ -429,13 +394,16 @@ impl<'a> Plan<'a> {
         images: &'b [(u32, PathBuf)],
     ) -> LogParts<'b> {
         LogParts {
-            roots: &log.roots,
+            begun: &log.begun,
+            newest: &log.root,
             images_lsn: self.base.images_lsn,
             first_sequence: self.base.first_sequence,
             segments: segments as u32,
             last: log.last,
-            until: log.until.0,
-            until_us: log.until.1,
+            until: match log.at.0 {
+                Point::Lsn(lsn) => lsn,
+                _ => log.last.lsn,
+            },
             images,
         }
     }

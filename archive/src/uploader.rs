@@ -5,7 +5,6 @@
 //! simply repeated, and a process that is killed leaves nothing half-done: the next one reads the
 //! archive's end and goes on from there.
 
-use std::ops::Range;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
@@ -147,7 +146,6 @@ struct State {
     last: Commit,
     end: Option<LogPlace>,
     segments: Vec<(u64, ObjectId)>,
-    rewind_marks: Vec<u64>,
     set_back: Vec<Moment>,
     /// The newest root in this epoch; empty: none.
     root: Vec<u8>,
@@ -388,18 +386,14 @@ impl<'a> Uploader<'a> {
         })
     }
 
-    /// The LSN up to which the archive has everything. Restores in place have LSNs too, and so may
-    /// the images' state, without a record.
+    /// The LSN up to which the archive has everything.
     fn kept(&self, root: &LogRoot, caught_up: bool) -> u64 {
         let last = self.state.last.lsn;
-        if !caught_up {
-            return last;
+        if caught_up {
+            last.max(root.checkpoint_lsn())
+        } else {
+            last
         }
-        // The root may tell of a restore that came after records which were not read yet: only
-        // those that follow what the archive has are kept.
-        let next = |kept, rewind| if rewind == kept + 1 { rewind } else { kept };
-        let rewinds = root.rewinds().into_iter();
-        rewinds.fold(last.max(root.checkpoint_lsn()), next)
     }
 
     fn refuse_other_log(&self, root: &LogRoot) -> Result<()> {
@@ -428,18 +422,14 @@ impl<'a> Uploader<'a> {
                 .map_or(self.state.last, |last| last.last);
             let newest = newest.lsn.max(self.line_from);
             if caught_up && before > newest {
-                let why = if self.missing > 0 {
-                    "records of the log can't be read, and the images have passed them since"
-                } else {
-                    "a disk was restored in place, and the images have passed that since"
-                };
+                let why = "records of the log can't be read, and the images have passed them since";
                 return Ok(Err(why.to_owned()));
             }
             let root = LogRoot::read(&self.log_dir)?;
             if !caught_up || root.checkpoint_lsn() <= newest {
                 return Ok(Ok((caught_up, root)));
             }
-            // Records that were written since, or an LSN of no record.
+            // Records that were written since.
             before = root.checkpoint_lsn();
         }
     }
@@ -494,34 +484,8 @@ impl<'a> Uploader<'a> {
     }
 
     /// Why records from here on can't be put over the base images that the archive has.
-    fn why_anew(&mut self, root: &LogRoot) -> Option<String> {
-        if let Some(why) = root.why_other_images(&self.root) {
-            return Some(why);
-        }
-        // Restores in place that this root no longer shows, and that no images on the line have.
-        let (from, to, shown) = (self.line_from, root.checkpoint_lsn(), root.rewinds());
-        let passed = |lsns: &Range<u64>| {
-            let known = shown.iter().any(|at| lsns.contains(at));
-            !known && from + 1 < lsns.end && lsns.start <= to
-        };
-        let pieces = self.pending.iter();
-        let gaps = pieces.clone().flat_map(|piece| piece.gaps.clone());
-        let marks = pieces.flat_map(|piece| piece.rewind_marks.iter());
-        let marks = self.state.rewind_marks.iter().chain(marks);
-        let marks = marks.map(|&lsn| lsn..lsn + 1);
-        let passed = gaps.chain(marks).find(passed);
-        for piece in &mut self.pending {
-            // This root would show it.
-            let shown = |gap: &Range<u64>| shown.iter().any(|at| gap.contains(at));
-            piece.gaps.retain(|gap| gap.start <= to || shown(gap));
-        }
-        passed.map(|passed| {
-            format!(
-                "a disk may have been restored in place at LSN {}, and the images have passed that \
-                 since",
-                passed.start
-            )
-        })
+    fn why_anew(&self, root: &LogRoot) -> Option<String> {
+        root.why_other_images(&self.root)
     }
 
     /// Sends a part with the pending pieces, and the root if it has changed.
@@ -576,7 +540,6 @@ impl<'a> Uploader<'a> {
             if piece.offset == 0 {
                 after.segments.push((piece.sequence, at));
             }
-            after.rewind_marks.extend(&piece.rewind_marks);
             for batch in &piece.batches {
                 note_clock(&mut after.set_back, after.last.into(), (*batch).into());
                 after.last = *batch;
@@ -599,7 +562,6 @@ impl<'a> Uploader<'a> {
             root_len,
             root_at: after.root_at,
             segments: after.segments.clone(),
-            rewind_marks: after.rewind_marks.clone(),
             set_back: after.set_back.clone(),
             made_us: now_us(),
         };
@@ -927,21 +889,16 @@ impl State {
             last: root.checkpoint(),
             end: None,
             segments: Vec::new(),
-            rewind_marks: Vec::new(),
             set_back: Vec::new(),
             root: Vec::new(),
             root_at: next,
         }
     }
 
-    /// Forgets what the log needs no more, or what is known now. The root was read after the
-    /// pieces.
+    /// Forgets what the log needs no more.
     fn settle(&mut self, root: &LogRoot) {
         let first = root.first_sequence();
         self.segments.retain(|(sequence, _)| *sequence >= first);
-        let (rewinds, checkpoint) = (root.rewinds(), root.checkpoint_lsn());
-        self.rewind_marks
-            .retain(|lsn| !rewinds.contains(lsn) && *lsn > checkpoint);
     }
 }
 
@@ -1053,11 +1010,6 @@ impl End {
             let lost = layout::part(*lost);
             return Ok(Err(Some(format!("the archive has lost {lost}"))));
         }
-        if root.lacks_rewinds_of(&self.root) {
-            let why =
-                "a restore in place that the archive knows of is not in the log, or not any more";
-            return Ok(Err(Some(why.to_owned())));
-        }
         let place: Option<LogPlace> = header.end.map(Into::into);
         let Some(place) = place else {
             return Ok(Err(None));
@@ -1077,7 +1029,6 @@ impl End {
                 last: header.last.into(),
                 end: Some(place),
                 segments: header.segments,
-                rewind_marks: header.rewind_marks,
                 set_back: header.set_back,
                 // Each epoch has a root of its own.
                 root: Vec::new(),

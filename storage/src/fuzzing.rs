@@ -13,6 +13,8 @@ use std::mem::offset_of;
 use std::os::fd::RawFd;
 use std::path::{Path, PathBuf};
 
+use zerocopy::FromBytes;
+
 use crate::catalog::control::read_control;
 use crate::catalog::options::DiskOptions;
 use crate::error::Result;
@@ -122,14 +124,9 @@ fn seal_segment(file: &mut [u8]) {
         for descriptor in
             (size_of::<BatchHeader>()..first_checksum).step_by(size_of::<Descriptor>())
         {
-            let field = |offset: usize| {
-                let field = &file[at + descriptor + offset..][..4];
-                u32::from_le_bytes(field.try_into().expect("four bytes"))
-            };
-            if field(offset_of!(Descriptor, kind)) != DescriptorKind::Write as u32 {
-                continue;
-            }
-            let end = payload + u64::from(field(offset_of!(Descriptor, sectors))) * SECTOR_SIZE;
+            let descriptor = Descriptor::read_from_prefix(&file[at + descriptor..]);
+            let (descriptor, _) = descriptor.expect("the batch has it");
+            let end = payload + descriptor.payload_len();
             let blocks = file.get(payload as usize..end as usize);
             for (crc, field) in blocks
                 .map(checksum::of)
@@ -371,7 +368,9 @@ fn recover_once(files: &Files) -> Result<(u64, u64, Extents)> {
     let mut control = read_control(Box::new(files.file(0)), path.into(), PathBuf::new())?;
     // First read the log as read-only commands do, with and without all payloads.
     let look = |verify| {
-        let (scan, _) = read_log(files, path, &control.control, verify, &mut |_, _| {})?;
+        let mut known = control.control.clone();
+        let (scope, progress) = ((u64::MAX, verify), &mut |_, _| {});
+        let (scan, _) = read_log(files, path, &mut known, scope, progress)?;
         Result::Ok((scan.last.lsn, scan.records, scan.batches, scan.max_lsn))
     };
     let (checked, looked) = (look(VerifyScope::All), look(VerifyScope::Tail));

@@ -12,7 +12,8 @@ import struct
 import sys
 
 BLOCK, SLOT = 4096, 65536
-KINDS = {1: "write", 2: "write_zeroes", 3: "discard"}
+VERSION = 7
+KINDS = {1: "write", 2: "write_zeroes", 3: "discard", 4: "mark", 5: "rewind"}
 
 TABLE = []
 for byte in range(256):
@@ -40,9 +41,9 @@ def sealed(data, magic):
     return data[:8] == magic and struct.unpack_from("<I", data, 12)[0] == crc32c(data[:12] + bytes(4) + data[16:])
 
 
-def check_version(data, name, known=(2,)):
+def check_version(data, name, known=VERSION):
     (version,) = struct.unpack_from("<I", data, 8)
-    if version not in known:
+    if version != known:
         raise Damaged(f"{name}: version {version}")
 
 
@@ -53,7 +54,7 @@ class Control:
         for slot in (data[:SLOT], data[SLOT : 2 * SLOT]):
             if len(slot) != SLOT or not sealed(slot, b"WALVCTRL"):
                 continue
-            check_version(slot, path, (2, 3, 4, 5, 6))
+            check_version(slot, path)
             if newest is None or struct.unpack_from("<Q", slot, 16) > struct.unpack_from("<Q", newest, 16):
                 newest = slot
         if newest is None:
@@ -61,54 +62,33 @@ class Control:
         self.log = newest[24:40]
         self.segment_size, max_segments, disk_count = struct.unpack_from("<QII", newest, 40)
         self.first_sequence, self.checkpoint_lsn = struct.unpack_from("<QQ", newest, 56)
-        (self.copying_lsn,) = struct.unpack_from("<Q", newest, 88)
+        self.copying_lsn, self.durable_lsn, image_count = struct.unpack_from("<QQI", newest, 88)
         size_right = SLOT <= self.segment_size <= 1 << 30 and self.segment_size % BLOCK == 0
         if not size_right or not 4 <= max_segments <= 65536 or disk_count > 104:
             raise Damaged(f"{path}: out of its limits")
         home = os.path.dirname(os.path.dirname(os.path.realpath(path)))
         self.disks, self.void_lsn, self.uuids = {}, {}, {}
         for i in range(disk_count):
-            entry = newest[96 + 624 * i :][:624]
+            entry = newest[112 + 624 * i :][:624]
             disk_id, path_len = struct.unpack_from("<IH", entry, 16)
             self.uuids[disk_id] = entry[:16]
             size, _, _, self.void_lsn[disk_id] = struct.unpack_from("<4Q", entry, 24)
             image = os.fsdecode(entry[144 : 144 + path_len])
             self.disks[disk_id] = (size, image and os.path.join(home, image))
-        history = 96 + 624 * disk_count
+        history = 112 + 624 * disk_count
         (snapshot_count,) = struct.unpack_from("<I", newest, history + 4)
-        rewound = history + 16 + 96 * snapshot_count
-        if rewound + 16 > SLOT:
+        first_image = history + 16 + 96 * snapshot_count
+        if first_image + 24 * image_count > SLOT:
             raise Damaged(f"{path}: too full")
         # Name, LSN, number of saved records, only disk.
         self.snapshots = []
         for i in range(snapshot_count):
             name, lsn, _, _, saved, disk_id = struct.unpack_from("<64s3QII", newest, history + 16 + 96 * i)
             self.snapshots.append((name.rstrip(b"\0").decode(), lsn, saved, disk_id))
-        count = 0 if struct.unpack_from("<I", newest, 8) == (2,) else struct.unpack_from("<I", newest, rewound)[0]
-        self.rewinds = [struct.unpack_from("<IIQQQ", newest, rewound + 8 + 32 * i) for i in range(count)]
-        durable = rewound + 8 + 32 * count
-        (self.durable_lsn,) = struct.unpack_from("<Q", newest, durable)
-        image_count = struct.unpack_from("<I", newest, durable + 8)[0] if durable + 16 <= SLOT else 0
-        images = [struct.unpack_from("<IIQQ", newest, durable + 16 + 24 * i) for i in range(image_count)]
+        images = [struct.unpack_from("<IIQQ", newest, first_image + 24 * i) for i in range(image_count)]
         # The LSN at which the past of a disk begins.
         self.since = {disk_id: since for disk_id, _, since, _ in images}
         self.spilled = {disk_id for disk_id, spilled, _, _ in images if spilled}
-        lsns = [(to, at) for _, _, to, at, _ in self.rewinds]
-        if any(not self.checkpoint_lsn <= to < at for to, at in lsns) or sorted({at for _, at in lsns}) != [at for _, at in lsns]:
-            raise Damaged(f"{path}: impossible rewinds")
-        # No record need have the LSN of a rewind.
-        for _, at in reversed(lsns):
-            self.copying_lsn -= self.copying_lsn == at
-
-    def undone(self, disk_id, lsn):
-        """Whether the disk, as it is now, is made without this record."""
-        end = float("inf")
-        for disk, _, to, at, _ in reversed(self.rewinds):
-            if disk == disk_id and at <= end:
-                if lsn > at:
-                    break
-                end = to
-        return lsn > end
 
 
 class Segment:
@@ -147,8 +127,8 @@ class SavedPart:
 
 
 class Batch:
-    def __init__(self, version, fields, crc, descriptors, checksums, payload_at):
-        self.version, self.crc, self.descriptors, self.checksums, self.payload_at = version, crc, descriptors, checksums, payload_at
+    def __init__(self, fields, crc, descriptors, checksums, payload_at):
+        self.crc, self.descriptors, self.checksums, self.payload_at = crc, descriptors, checksums, payload_at
         (self.sequence, self.salt, self.cid, self.first_lsn, self.durable_lsn, self.unix_us, self.previous_crc, _, _, self.payload_bytes) = fields
         self.last_lsn = self.first_lsn + len(descriptors) - 1
 
@@ -166,7 +146,7 @@ def batch_of(data, at, offset, segment, log):
         return None
     if not sealed(data[at:end], b"WALVBATC"):
         return None
-    check_version(data[at:end], segment.name, (2, 3))
+    check_version(data[at:end], segment.name)
     descriptors = [struct.unpack_from("<IIQI", data, at + 96 + 20 * i) for i in range(count)]
     if any(kind not in KINDS for _, kind, _, _ in descriptors):
         return None
@@ -175,8 +155,7 @@ def batch_of(data, at, offset, segment, log):
         return None
     checksums = struct.unpack_from(f"<{checksum_count}I", data, behind)
     payload_at = offset + blocks(end - at)
-    (version,) = struct.unpack_from("<I", data, at + 8)
-    return Batch(version, fields, struct.unpack_from("<I", data, at + 12)[0], descriptors, checksums, payload_at), end - at
+    return Batch(fields, struct.unpack_from("<I", data, at + 12)[0], descriptors, checksums, payload_at), end - at
 
 
 def batch_at(segment, offset, log):
@@ -198,7 +177,7 @@ def summary_of(segment, log, limit):
     data, footer = segment.data, segment.data[-56:]
     sequence, salt, headers_len = struct.unpack_from("<3Q", footer, 32)
     start, first = len(data) - blocks(headers_len + 56), len(data) - 56 - headers_len
-    if footer[:8] != b"WALVSUMM" or struct.unpack_from("<I", footer, 8) != (2,) or footer[16:32] != log:
+    if footer[:8] != b"WALVSUMM" or struct.unpack_from("<I", footer, 8) != (VERSION,) or footer[16:32] != log:
         return None
     if (sequence, salt) != (segment.sequence, segment.salt) or len(data) - start > len(data) // 16:
         return None
@@ -207,7 +186,7 @@ def summary_of(segment, log, limit):
     headers, batches = data[first:-56], []
     offset, previous_crc, last = BLOCK, segment.crc, segment.previous_lsn
     while headers:
-        found = struct.unpack_from("<I", headers, 8) in ((2,), (3,)) and batch_of(headers, 0, offset, segment, log)
+        found = struct.unpack_from("<I", headers, 8) == (VERSION,) and batch_of(headers, 0, offset, segment, log)
         if not found or not follows(found[0], segment, offset, previous_crc, last, start):
             return None
         batch = found[0]
@@ -223,7 +202,7 @@ def blocks(length):
 
 
 def payload_len(kind, sectors):
-    return sectors * 512 if kind == 1 else 0
+    return sectors * 512 if KINDS[kind] in ("write", "mark") else 0
 
 
 def text_of(payload):
@@ -250,8 +229,8 @@ def records_of(batch, segment, control):
                 "unix_us": batch.unix_us,
                 "disk_id": disk_id,
                 "disk": control.disks.get(disk_id, (0, ""))[1],
-                "kind": "mark" if (batch.version, disk_id) == (3, 0) else KINDS[kind],
-                "sector": sector,
+                "kind": KINDS[kind],
+                "sector": 0 if KINDS[kind] == "rewind" else sector,
                 "sectors": sectors,
                 "payload_bytes": len(payload),
                 "payload_crc32c": None if any(damaged) else crc32c(payload),
@@ -262,7 +241,8 @@ def records_of(batch, segment, control):
                 "damaged": any(damaged),
             }
         )
-        found[-1]["undone"] = not found[-1]["in_base"] and control.undone(disk_id, lsn)
+        if found[-1]["kind"] == "rewind":
+            found[-1]["to_lsn"] = sector
         if found[-1]["kind"] == "mark":
             found[-1]["text"] = None if any(damaged) else text_of(payload)
         at += len(payload)
@@ -309,15 +289,23 @@ def read_from(first, candidates, control, durable, summaries):
     return batches, durable, i + 1, [(segment, offset, segment.salt)], distrusted
 
 
+def undone(record, rewinds):
+    """Whether its disk, as it is now, is made without this record."""
+    end = float("inf")
+    for rewind in reversed(rewinds):
+        if rewind["disk_id"] == record["disk_id"] and rewind["lsn"] <= end:
+            if record["lsn"] > rewind["lsn"]:
+                break
+            end = rewind["to_lsn"]
+    return record["lsn"] > end
+
+
 def read(directory):
     control = Control(os.path.join(directory, "control"))
     names = sorted(name for name in os.listdir(directory) if re.fullmatch(r"segment-\d{5,}", name))
     segments = [Segment(directory, name, control) for name in names]
     candidates = sorted((s for s in segments if s.state == "candidate"), key=lambda s: s.sequence)
-    durable = max(control.checkpoint_lsn, control.copying_lsn)
-    if control.durable_lsn:
-        # A rewind or a new image may have the higher number.
-        durable = min(durable, control.durable_lsn)
+    durable = min(max(control.checkpoint_lsn, control.copying_lsn), control.durable_lsn)
     batches, durable, ended, behind, distrusted = read_from(0, candidates, control, durable, True)
     if distrusted is not None:
         kept = [b for b in batches if b[0] < distrusted]
@@ -345,9 +333,14 @@ def read(directory):
         last = max(last, batch.last_lsn)
     if durable > last:
         raise Damaged(f"records {last + 1} to {durable} were acknowledged and are missing")
+    rewinds = [record for record in records if record["kind"] == "rewind" and record["lsn"] > control.checkpoint_lsn]
+    for rewind in rewinds:
+        if not control.checkpoint_lsn <= rewind["to_lsn"] < rewind["lsn"]:
+            raise Damaged(f"record {rewind['lsn']} is an impossible rewind")
     for record in records:
-        if record["kind"] == "mark":
+        if record["kind"] in ("mark", "rewind"):
             continue
+        record["undone"] = not record["in_base"] and undone(record, rewinds)
         size = control.disks.get(record["disk_id"], (0, ""))[0]
         if not record["in_base"] and not record["sector"] < record["sector"] + record["sectors"] <= size // 512:
             raise Damaged(f"record {record['lsn']} names no place on a disk of this log")
@@ -393,7 +386,7 @@ def base_of(directory, disk_id, image, control):
         raise Damaged(f"{name}: it or its file is missing")
     if len(ranges) < 64 or not sealed(ranges, b"WALVSPIL") or ranges[16:48] != control.log + disk:
         raise Damaged(f"{name}: damaged")
-    check_version(ranges, name, (1,))
+    check_version(ranges, name, 1)
     (count,) = struct.unpack_from("<Q", ranges, 48)
     for i in range(count):
         sector, sectors = struct.unpack_from("<QQ", ranges, 56 + 16 * i)

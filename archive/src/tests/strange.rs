@@ -111,7 +111,7 @@ fn a_time_is_that_of_the_last_record_up_to_it() {
     let mut part: PartHeader = serde_json::from_str(
         r#"{"at":{"epoch":1,"number":1},"writer":"","first":null,
             "last":{"lsn":0,"cid":0,"unix_us":0},"pieces":[],"end":null,"root_len":0,
-            "root_at":{"epoch":1,"number":1},"segments":[],"rewind_marks":[],"made_us":0}"#,
+            "root_at":{"epoch":1,"number":1},"segments":[],"made_us":0}"#,
     )
     .unwrap();
     for count in 1..=records.len() {

@@ -57,13 +57,6 @@ impl ControlFile {
         self.file.inode().map_or(0, |inode| inode.born / 1000)
     }
 
-    /// The time of the newest record, given its LSN and time, or of a rewind that follows it.
-    pub(crate) fn newest_time(&self, lsn: u64, unix_us: u64) -> u64 {
-        let rewind = self.control.rewinds.last();
-        let follows = rewind.filter(|rewind| rewind.at.get() > lsn);
-        follows.map_or(unix_us, |rewind| rewind.unix_us.get())
-    }
-
     /// The ids of the disks, and the paths of their base images, empty where unknown.
     pub(crate) fn members(&self) -> Vec<(u32, PathBuf)> {
         let disks = self.control.disks.iter();
@@ -448,7 +441,7 @@ pub(crate) fn register(
 
 pub(crate) fn unknown_version(path: &Path, version: u32) -> Error {
     let remedy = match version {
-        1 => {
+        ..VERSION => {
             "run 'walvisor disk checkpoint' for each of its disks with the program that wrote it, \
              then remove the log's directory: opening a disk makes a new log"
         }

@@ -227,6 +227,14 @@ impl Control {
         self.image(disk_id).map_or(0, |image| image.since_lsn.get())
     }
 
+    /// The newest LSN that the state of a disk got when its records were discarded or its image was
+    /// replaced. No record has it until one is appended to a log that was opened since.
+    pub(crate) fn newest_change(&self) -> u64 {
+        let voided = self.disks.iter().map(|disk| disk.void_lsn.get());
+        let replaced = self.images.iter().map(|image| image.since_lsn.get());
+        voided.chain(replaced).max().unwrap_or(0)
+    }
+
     /// Records when the log last wrote to a disk's image. If there is no room, the time is unknown,
     /// as in the slot of an older program.
     pub(crate) fn set_written(&mut self, disk_id: u32, written: u64) {

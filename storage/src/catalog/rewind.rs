@@ -5,23 +5,22 @@
 //!         └────┤ └─ void ──┘   │  └─ newer records
 //!              └───────────────┘ the disk as of 10 is the disk as of 5
 //! ```
-//! A rewind moves no bytes and writes no record: an entry in the control file says that the disk at
-//! LSN *at* is what it was at LSN *to*. So the state at a point is that of the newest rewind up to
-//! it, plus the records after that. States between *to* and *at* can still be seen, and a rewind to
-//! one of them undoes this one.
+//! A rewind is a record: it says that the disk at its own LSN *at* is what it was at LSN *to*, and
+//! moves no bytes. So the state at a point is that of the newest rewind up to it, plus the records
+//! after that. States between *to* and *at* can still be seen, and a rewind to one of them undoes
+//! this one.
 //!
 //! The base images never stop between the *to* and the *at* of any disk, see
 //! [`Control::splits_rewind`]. So the records in the base images are always a prefix of those in
 //! the present state, and a copy only needs to know which records count now. Once the base images
-//! are at *at*, the entry is dropped.
+//! are at *at*, the rewind is forgotten.
 
 use std::collections::HashMap;
 use std::ops::RangeInclusive;
 
-use zerocopy::little_endian::{U32, U64};
+use zerocopy::little_endian::U64;
 
-use crate::error::{Result, invalid};
-use crate::format::{Control, RewindEntry};
+use crate::format::{Control, Rewind};
 use crate::mutant::{Mutant, planted};
 
 /// The timeline of a disk: the records that make up a state of it, over its base image.
@@ -35,15 +34,15 @@ impl Timeline {
     /// The timeline of a disk up to LSN `until`. Its records up to `applied` are in the base image
     /// or were discarded.
     pub(crate) fn new<'a>(
-        rewinds: impl DoubleEndedIterator<Item = &'a RewindEntry>,
+        rewinds: impl DoubleEndedIterator<Item = &'a Rewind>,
         applied: u64,
         until: u64,
     ) -> Self {
         let (mut ranges, mut end) = (Vec::new(), until);
         for rewind in rewinds.rev().filter(|_| !planted(Mutant::RewindForgotten)) {
-            if rewind.at.get() <= end {
-                ranges.push(rewind.at.get().max(applied) + 1..=end);
-                end = rewind.to.get();
+            if rewind.at <= end {
+                ranges.push(rewind.at.max(applied) + 1..=end);
+                end = rewind.to;
             }
         }
         ranges.push(applied + 1..=end);
@@ -82,15 +81,14 @@ impl Timelines {
 
 impl Control {
     /// The rewinds of a disk, oldest first.
-    pub(crate) fn rewinds_of(&self, disk_id: u32) -> impl DoubleEndedIterator<Item = &RewindEntry> {
+    pub(crate) fn rewinds_of(&self, disk_id: u32) -> impl DoubleEndedIterator<Item = &Rewind> {
         let rewinds = self.rewinds.iter();
-        rewinds.filter(move |rewind| rewind.disk_id.get() == disk_id)
+        rewinds.filter(move |rewind| rewind.disk_id == disk_id)
     }
 
     /// The LSN of a disk's newest rewind that the base images have not passed.
     pub(crate) fn rewound(&self, disk_id: u32) -> Option<u64> {
-        let newest = self.rewinds_of(disk_id).next_back();
-        newest.map(|rewind| rewind.at.get())
+        self.rewinds_of(disk_id).next_back().map(|rewind| rewind.at)
     }
 
     /// A disk's timeline up to LSN `until`.
@@ -115,96 +113,23 @@ impl Control {
         self.since(disk_id) <= from && from <= to && timeline(from).leads_to(&timeline(to), from)
     }
 
-    /// The LSN of the last rewind that directly follows the record with this LSN, or the LSN itself
-    /// if none does. The record is the last one up to the checkpoint LSN, or a newer one: rewinds
-    /// that the base images have passed count too.
-    pub(crate) fn with_rewinds(&self, lsn: u64) -> u64 {
-        self.with_rewinds_until(lsn.max(self.header.checkpoint_lsn.get()), u64::MAX)
-    }
-
-    /// As [`with_rewinds`](Self::with_rewinds), but ends where no other rewind is split. One to the
-    /// same LSN is, by those that directly follow that LSN.
-    pub(crate) fn with_whole_rewinds(&self, lsn: u64) -> u64 {
-        let mut reached = (lsn..=self.with_rewinds(lsn)).rev();
-        reached.find(|&lsn| !self.splits_rewind(lsn)).unwrap_or(lsn)
-    }
-
-    /// As [`with_rewinds`](Self::with_rewinds), for rewinds up to a time, in microseconds
-    /// since 1970.
-    pub(crate) fn with_rewinds_until(&self, lsn: u64, unix_us: u64) -> u64 {
-        let next = |lsn: u64, rewind: &RewindEntry| match rewind.at.get() == lsn + 1 {
-            true if rewind.unix_us.get() <= unix_us => lsn + 1,
-            _ => lsn,
-        };
-        self.rewinds.iter().fold(lsn, next)
-    }
-
-    /// The newest LSN up to this one that is not a rewind's.
-    pub(crate) fn without_rewinds(&self, lsn: u64) -> u64 {
-        let before =
-            |lsn: u64, rewind: &RewindEntry| if rewind.at.get() == lsn { lsn - 1 } else { lsn };
-        self.rewinds.iter().rev().fold(lsn, before)
-    }
-
-    /// Whether this LSN is a rewind's.
-    pub(crate) fn is_rewind(&self, lsn: u64) -> bool {
-        self.rewinds.iter().any(|rewind| rewind.at.get() == lsn)
-    }
-
     /// Whether this LSN is between the two points of a rewind. The base images must not stop there.
     pub(crate) fn splits_rewind(&self, lsn: u64) -> bool {
-        let between = |rewind: &RewindEntry| rewind.to.get() < lsn && lsn < rewind.at.get();
+        let between = |rewind: &Rewind| rewind.to < lsn && lsn < rewind.at;
         self.rewinds.iter().any(between) && !planted(Mutant::FoldSplitsRewind)
     }
 
     /// The base images are now at this LSN.
     pub(crate) fn set_checkpoint(&mut self, lsn: u64) {
         self.header.checkpoint_lsn = U64::new(lsn);
-        self.rewinds.retain(|rewind| rewind.at.get() > lsn);
-    }
-
-    /// Takes an LSN for an event of a disk that is not a record, by a rewind to the disk's present
-    /// state. `last`: the newest LSN of a record or rewind. Returns the LSN.
-    ///
-    /// # Errors
-    /// If there is no room for another.
-    pub(crate) fn take_lsn(&mut self, disk_id: u32, last: u64, unix_us: u64) -> Result<u64> {
-        let before = self.rewinds.last().map_or(0, |last| last.unix_us.get());
-        self.rewind(disk_id, last, last, unix_us.max(before))
-    }
-
-    /// Adds a rewind of a disk to LSN `to`. `last`: the newest LSN of a record or rewind. Returns
-    /// the rewind's own LSN.
-    ///
-    /// # Errors
-    /// If there is no room for another.
-    pub(crate) fn rewind(&mut self, disk_id: u32, to: u64, last: u64, unix_us: u64) -> Result<u64> {
-        let at = last + 1;
-        self.rewinds.push(RewindEntry {
-            disk_id: U32::new(disk_id),
-            reserved: U32::new(0),
-            to: U64::new(to),
-            at: U64::new(at),
-            unix_us: U64::new(unix_us),
-        });
-        if !self.fits() {
-            self.rewinds.pop();
-            return Err(invalid(format!(
-                "it has {} restores in place that the images have not passed, and no room for \
-                 another; 'walvisor disk checkpoint DISK' makes room: it copies the log to the \
-                 images, which ends the history",
-                self.rewinds.len()
-            )));
-        }
-        let next_lsn = self.header.next_lsn.get().max(at + 1);
-        self.header.next_lsn = U64::new(next_lsn);
-        Ok(at)
+        self.rewinds.retain(|rewind| rewind.at > lsn);
     }
 }
 
 #[cfg(test)]
 mod tests {
     use zerocopy::FromZeros;
+    use zerocopy::little_endian::U32;
 
     use super::*;
     use crate::format::{ControlHeader, DiskEntry};
@@ -219,10 +144,12 @@ mod tests {
         });
         let mut control = Control::new(header);
         control.disks = disks.to_vec();
-        for &(to, at) in rewinds {
-            assert_eq!(control.rewind(1, to, at - 1, at * 100).unwrap(), at);
-        }
+        control.rewinds = rewinds.iter().map(|&(to, at)| rewind(1, to, at)).collect();
         control
+    }
+
+    fn rewind(disk_id: u32, to: u64, at: u64) -> Rewind {
+        Rewind { disk_id, to, at }
     }
 
     fn records(control: &Control, disk_id: u32, until: u64) -> Vec<u64> {
@@ -274,25 +201,6 @@ mod tests {
     }
 
     #[test]
-    fn the_lsns_of_rewinds_follow_those_of_records() {
-        let control = control(2, &[(5, 10), (9, 11), (12, 20)]);
-        for (lsn, with, without) in [
-            (8, 8, 8),
-            (9, 11, 9),
-            (10, 11, 9),
-            (11, 11, 9),
-            (19, 20, 19),
-        ] {
-            assert_eq!(control.with_rewinds(lsn), with);
-            assert_eq!(control.without_rewinds(lsn), without);
-        }
-        assert_eq!(control.with_rewinds_until(9, 1050), 10);
-        assert_eq!(control.with_rewinds_until(9, 999), 9);
-        let rewinds = (0..40).filter(|&lsn| control.is_rewind(lsn));
-        assert!(rewinds.eq([10, 11, 20]));
-    }
-
-    #[test]
     fn the_base_images_pass_a_rewind_as_a_whole() {
         let mut control = control(2, &[(5, 10), (9, 11), (12, 20)]);
         let may = |lsn: &u64| !control.splits_rewind(*lsn);
@@ -302,41 +210,5 @@ mod tests {
         assert_eq!((control.rewinds.len(), control.rewound(1)), (1, Some(20)));
         control.set_checkpoint(20);
         assert_eq!(control.rewound(1), None);
-    }
-
-    /// Disk 2 is rewound right after LSN 9, and disk 1 to LSN 9 later.
-    #[test]
-    fn the_base_images_stop_at_an_lsn_to_which_another_rewind_goes() {
-        let mut control = control(2, &[]);
-        control.rewind(2, 9, 9, 0).unwrap();
-        control.rewind(1, 9, 18, 0).unwrap();
-        assert_eq!(control.with_rewinds(9), 10);
-        assert_eq!(control.with_whole_rewinds(9), 9);
-        assert_eq!(control.with_whole_rewinds(18), 19);
-        control.set_checkpoint(control.with_whole_rewinds(9));
-        control.header.next_lsn = U64::new(20);
-        assert!(control.counted());
-    }
-
-    #[test]
-    fn rewinds_beyond_the_limit_are_refused() {
-        let mut control = control(0, &[]);
-        let mut last = 1;
-        let error = loop {
-            match control.rewind(1, 0, last, 0) {
-                Ok(at) => last = at,
-                Err(error) => break error.to_string(),
-            }
-        };
-        assert_eq!(
-            control.rewinds.len(),
-            (65536 - 96 - 16 - 3 * 8 - 2 * 624) / 32
-        );
-        assert!(
-            error.contains("2004 restores in place") && error.contains("disk checkpoint"),
-            "{error}"
-        );
-        control.header.next_lsn = U64::new(last + 1);
-        control.encode();
     }
 }

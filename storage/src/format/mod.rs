@@ -19,14 +19,13 @@ mod spill;
 
 pub(crate) use control::{
     CONTROL_MAGIC, CONTROL_SLOT, Control, ControlHeader, DiskEntry, HistoryHeader, ImageEntry,
-    RewindEntry, SAMPLES, Sample, SnapshotEntry,
+    SAMPLES, Sample, SnapshotEntry,
 };
 pub(crate) use sealed::{BLOCK, DecodeResult, Uuid, VERSION, counted};
 #[cfg(any(test, fuzzing))]
 pub(crate) use sealed::{CRC_AT, seal, seal_at};
 pub(crate) use segment::{
-    BATCH_MAGIC, BatchHeader, Descriptor, DescriptorKind, MARKS_VERSION, MAX_CHECKSUMS,
-    MAX_DESCRIPTORS, SEGMENT_MAGIC, SegmentHeader, SummaryFooter, batch_header_len, header_len,
-    summary_len,
+    BATCH_MAGIC, BatchHeader, Descriptor, DescriptorKind, MAX_CHECKSUMS, MAX_DESCRIPTORS, Rewind,
+    SEGMENT_MAGIC, SegmentHeader, SummaryFooter, batch_header_len, header_len, summary_len,
 };
 pub(crate) use spill::{SpillRange, decode_spill_map, encode_spill_map};

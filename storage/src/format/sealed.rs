@@ -4,18 +4,8 @@ use zerocopy::little_endian::U64;
 
 /// Alignment of the start of every structure: one page, a multiple of any sector size in use.
 pub(crate) const BLOCK: usize = 4096;
-/// The format version this code reads and writes.
-pub(crate) const VERSION: u32 = 2;
-/// The version of a control slot with rewinds. Everything else stays as it is.
-pub(crate) const VERSION_REWOUND: u32 = 3;
-/// The version of a control slot with saved files, or with a snapshot of one disk. It may have
-/// rewinds.
-pub(crate) const VERSION_SAVED: u32 = 4;
-/// The version of a control slot with a snapshot of another image of a disk than the present one.
-/// It may have all of the above.
-pub(crate) const VERSION_REPLACED: u32 = 5;
-/// The version of a control slot with a disk that has a spill file. It may have all of the above.
-pub(crate) const VERSION_SPILLED: u32 = 6;
+/// The format version that this code reads and writes.
+pub(crate) const VERSION: u32 = 7;
 /// LSNs, commit IDs, sequences and generations stay below this limit. Counting never reaches it,
 /// and adding one never overflows.
 pub(crate) const NUMBER_LIMIT: u64 = 1 << 60;

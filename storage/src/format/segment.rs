@@ -14,10 +14,6 @@ pub(crate) const MAX_DESCRIPTORS: usize = 896;
 /// Most checksums of one batch: those of the longest request. Bounds the header's size too.
 pub(crate) const MAX_CHECKSUMS: usize = MAX_REQUEST_BYTES / BLOCK;
 
-/// Version of a batch that has a mark: a program that knows only [`VERSION`] refuses it. All other
-/// batches have `VERSION`.
-pub(crate) const MARKS_VERSION: u32 = 3;
-
 pub(crate) const SEGMENT_MAGIC: [u8; 8] = *b"WALVSEGM";
 pub(crate) const BATCH_MAGIC: [u8; 8] = *b"WALVBATC";
 pub(crate) const SUMMARY_MAGIC: [u8; 8] = *b"WALVSUMM";
@@ -99,17 +95,28 @@ pub(crate) struct SummaryFooter {
     pub headers_len: U64,
 }
 
-/// One record: a request that changes a disk's data, or a mark. Payloads follow the header, in the
-/// order of the descriptors.
+/// One record: see [`DescriptorKind`]. Payloads follow the header, in the order of the descriptors.
 #[derive(Clone, Copy, Debug, FromBytes, IntoBytes, KnownLayout, Immutable)]
 #[repr(C)]
 pub(crate) struct Descriptor {
-    /// [`NO_DISK`](Self::NO_DISK): a mark, if the batch's version is [`MARKS_VERSION`].
+    /// [`NO_DISK`](Self::NO_DISK) in a mark.
     pub disk_id: U32,
     /// A [`DescriptorKind`].
     pub kind: U32,
+    /// First sector; 0 in a mark. In a rewind, the LSN to which its disk goes back.
     pub sector: U64,
+    /// At least 1; 1 in a mark. 0 in a rewind.
     pub sectors: U32,
+}
+
+/// A restore in place: at LSN `at`, and until records follow, the disk is what it was at LSN `to`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Rewind {
+    /// The disk's number.
+    pub disk_id: u32,
+    pub to: u64,
+    /// The LSN of the rewind's record.
+    pub at: u64,
 }
 
 /// Kind of a record.
@@ -122,13 +129,23 @@ pub(crate) enum DescriptorKind {
     WriteZeroes = 2,
     /// Zeroes; space is given back.
     Discard = 3,
+    /// A text, in one sector of payload. It changes no disk.
+    Mark = 4,
+    /// The disk goes back to an earlier LSN, see [`Rewind`].
+    Rewind = 5,
 }
 
 impl DescriptorKind {
     pub(crate) fn from_raw(raw: u32) -> Option<Self> {
-        [Self::Write, Self::WriteZeroes, Self::Discard]
+        use DescriptorKind::{Discard, Mark, Rewind, Write, WriteZeroes};
+        [Write, WriteZeroes, Discard, Mark, Rewind]
             .into_iter()
             .find(|kind| *kind as u32 == raw)
+    }
+
+    /// Whether the record changes sectors of its disk.
+    pub(crate) fn changes_sectors(self) -> bool {
+        matches!(self, Self::Write | Self::WriteZeroes | Self::Discard)
     }
 }
 
@@ -138,11 +155,18 @@ impl Descriptor {
 
     /// Bytes of this record's payload.
     pub(crate) fn payload_len(&self) -> u64 {
-        if self.kind.get() == DescriptorKind::Write as u32 {
-            u64::from(self.sectors.get()) * 512
-        } else {
-            0
+        match self.kind() {
+            Some(DescriptorKind::Write | DescriptorKind::Mark) => {
+                u64::from(self.sectors.get()) * 512
+            }
+            _ => 0,
         }
+    }
+
+    /// The record's kind; `None`: one that this program does not know, in a batch of another
+    /// version.
+    pub(crate) fn kind(&self) -> Option<DescriptorKind> {
+        DescriptorKind::from_raw(self.kind.get())
     }
 
     /// Checksums of the payload.
@@ -218,12 +242,7 @@ impl SegmentHeader {
 impl BatchHeader {
     /// Whether this program knows the batch's version.
     pub(crate) fn is_known(&self) -> bool {
-        [VERSION, MARKS_VERSION].contains(&self.version.get())
-    }
-
-    /// Whether a record of the batch is a mark, not a request to a disk.
-    pub(crate) fn is_mark(&self, record: &Descriptor) -> bool {
-        self.version.get() == MARKS_VERSION && record.disk_id.get() == Descriptor::NO_DISK
+        self.version.get() == VERSION
     }
 
     /// Writes header, descriptors and checksums, sealed, into `block` and returns the CRC.
@@ -274,7 +293,7 @@ impl BatchHeader {
         let needed: usize = descriptors.iter().map(Descriptor::checksums).sum();
         let known = descriptors
             .iter()
-            .all(|d| DescriptorKind::from_raw(d.kind.get()).is_some());
+            .all(|descriptor| descriptor.kind().is_some());
         let right = known && payload == self.payload_bytes.get() && needed == checksums.len();
         (right || !self.is_known()).then(|| {
             let checksums = checksums.iter().map(|checksum| checksum.get()).collect();

@@ -80,7 +80,7 @@ impl Keeper {
                 state.keeper.checkpoint = true;
                 return Ok(());
             }
-            let newest = self.control.control.with_rewinds(state.pipeline.appended());
+            let newest = state.pipeline.appended();
             let for_replica = state.keeper.holds.held_for_replica(newest);
             let held = for_replica.or(state.keeper.holds.held_here());
             let briefly = for_replica.is_some() || state.keeper.holds.all_end_soon();
@@ -165,7 +165,7 @@ impl Keeper {
         self.shortened |= shortened;
         let segments = state.ring.oldest(count);
         let last = segments.last()?.1;
-        let stop = self.stop_before(self.control.control.with_rewinds(last.lsn));
+        let stop = self.stop_before(last.lsn);
         stop.map_or(Some(FoldRange { segments, last }), |stop| {
             Some(self.range_up_to(stop, state))
         })
@@ -191,20 +191,9 @@ impl Keeper {
             .filter(|_| !planted(Mutant::FoldPassesHold))
     }
 
-    /// The LSN of the base images once the records up to this one are copied. Rewinds that follow
-    /// count too, but only up to the first snapshot. Otherwise the images would move past two
-    /// snapshots at once, with files saved only for the newer one, and the older would be lost.
-    pub(super) fn reach(&self, lsn: u64) -> u64 {
-        let reached = self.control.control.with_whole_rewinds(lsn);
-        let stop = self.stop_before(reached).map(|snapshot| snapshot.lsn);
-        stop.filter(|stop| *stop >= lsn).unwrap_or(reached)
-    }
-
     /// The segments with the records up to a snapshot.
     fn range_up_to(&self, snapshot: Snapshot, state: &LogState) -> FoldRange {
-        let lsn = self.control.control.without_rewinds(snapshot.lsn);
-        // Rewinds that the base images have passed are forgotten.
-        let lsn = lsn.min(state.pipeline.appended());
+        let lsn = snapshot.lsn;
         let mut segments = state.ring.oldest(usize::MAX);
         let end = segments.iter().position(|(_, last)| last.lsn >= lsn);
         segments.truncate(end.map_or(segments.len(), |end| end + 1));
@@ -224,7 +213,7 @@ impl Keeper {
         while self.frozen_at.is_none() {
             let log = self.log.clone();
             let mut state = log.lock();
-            let newest = self.control.control.with_rewinds(state.pipeline.appended());
+            let newest = state.pipeline.appended();
             let held = state.keeper.holds.held().unwrap_or(u64::MAX);
             let stop = self.stop_before(newest).filter(|stop| stop.lsn <= held);
             let Some(stop) = stop else {
@@ -254,10 +243,7 @@ impl Keeper {
         if control.rewinds.is_empty() {
             return (wanted, 0);
         }
-        let fits = |lsn| {
-            let lsn = control.with_rewinds(lsn);
-            lsn <= held && !control.splits_rewind(lsn)
-        };
+        let fits = |lsn| lsn <= held && !control.splits_rewind(lsn);
         let (mut fewer, mut more) = (0, None);
         for (count, lsn) in (1..).zip(state.ring.sealed_ends()) {
             if !fits(lsn) {
@@ -394,7 +380,7 @@ impl Keeper {
             ));
         }
         let state = self.log.lock();
-        let newest = self.control.control.with_rewinds(state.pipeline.appended());
+        let newest = state.pipeline.appended();
         let for_replica = state.keeper.holds.held_for_replica(newest);
         drop(state);
         if for_replica.is_some() {
@@ -417,7 +403,7 @@ impl Keeper {
         let visit = &mut |found: FoundRecord<'_>| {
             // What counts now also counted at the end of these segments, because no rewind is
             // split.
-            if !found.counts || found.is_mark() {
+            if !found.counts {
                 return;
             }
             let descriptor = found.descriptor;

@@ -414,7 +414,7 @@ impl Keeper {
         if flushed.is_ok() {
             // The lack of room was only temporary.
             state.keeper.failed = had_failed;
-            self.control.control.durable_lsn = U64::new(state.pipeline.durable());
+            self.control.control.header.durable_lsn = U64::new(state.pipeline.durable());
         }
         drop(state);
         match (flushed, preallocated) {
@@ -477,17 +477,15 @@ impl Keeper {
         if self.copying == Some(lsn) {
             return Ok(());
         }
-        let reach = self.reach(lsn);
         // Not every copy has drained the log, and the copying LSN proves no more than this.
-        self.control.control.durable_lsn = U64::new(self.log.lock().pipeline.durable());
+        self.control.control.header.durable_lsn = U64::new(self.log.lock().pipeline.durable());
         // What goes to a spill file changes no image.
         let written = || layers.iter().filter(|(disk, _)| !disk.base.is_spilled());
         // In both slots: if one rots, the other still says that the base images may be ahead of a
         // damaged log.
         self.control.change_both(|control| {
-            // The copy includes the rewinds that follow. An earlier, unfinished checkpoint may have
-            // copied more.
-            let copying = control.header.copying_lsn.get().max(reach);
+            // An earlier, unfinished checkpoint may have copied more.
+            let copying = control.header.copying_lsn.get().max(lsn);
             control.header.copying_lsn = U64::new(copying);
             for (disk, layer) in written() {
                 announce_writes(control, disk, |entry| entry.forget_samples(layer));
@@ -607,11 +605,10 @@ impl Keeper {
         let newest = state.pipeline.appended();
         let until = self.frozen_at.unwrap_or(newest);
         // Closing does not wait for the replica.
-        let reached = self.control.control.with_rewinds(until);
-        let for_replica = state.keeper.holds.held_for_replica(reached);
+        let for_replica = state.keeper.holds.held_for_replica(until);
         let for_replica = for_replica.filter(|_| !closing);
         if let Some(lsn) = for_replica.or(state.keeper.holds.held_here())
-            && lsn < reached
+            && lsn < until
         {
             let briefly = for_replica.is_some() || state.keeper.holds.all_end_soon();
             drop(state);
@@ -659,16 +656,14 @@ impl Keeper {
         Ok(true)
     }
 
-    /// Ends a checkpoint: the base images durably hold everything up to `horizon`, and the rewinds
-    /// that follow it, see [`reach`](Self::reach). `drop_copied` drops what was copied from the
-    /// indexes.
+    /// Ends a checkpoint: the base images durably hold everything up to `horizon`. `drop_copied`
+    /// drops what was copied from the indexes.
     pub(super) fn end_checkpoint(
         &mut self,
         horizon: Commit,
         drop_copied: impl FnOnce(&mut Self),
     ) -> Result<()> {
         let lsn = horizon.lsn;
-        let reached = self.reach(lsn);
         let state = self.log.lock();
         let (freed, first_sequence) = state.ring.find_freeable(lsn);
         let (next_lsn, next_cid) = (state.pipeline.next_lsn(), state.pipeline.next_cid());
@@ -681,7 +676,7 @@ impl Keeper {
             header.first_sequence = U64::new(first_sequence);
             header.next_lsn = U64::new(next_lsn);
             header.next_cid = U64::new(next_cid);
-            control.set_checkpoint(reached);
+            control.set_checkpoint(lsn);
             settle(control, &self.new_generations);
         });
         if noted.is_err() {
@@ -697,11 +692,8 @@ impl Keeper {
         drop_copied(self);
         let mut state = self.log.lock();
         state.pipeline.set_applied(lsn);
-        state.keeper.holds.pass(reached);
-        state.horizon = Commit {
-            lsn: reached,
-            ..horizon
-        };
+        state.keeper.holds.pass(lsn);
+        state.horizon = horizon;
         drop(state);
         if !planted(Mutant::RecycleEarly) {
             self.recycle(freed);
@@ -781,7 +773,7 @@ impl Keeper {
         let cid = self.log.lock().pipeline.next_cid() - 1;
         let snapshot = Snapshot {
             name,
-            lsn: self.control.control.with_rewinds(lsn),
+            lsn,
             cid,
             unix_us,
             disk_id,
@@ -795,7 +787,7 @@ impl Keeper {
         let control = &self.control.control;
         let reached = control.header.checkpoint_lsn.get();
         // A copy that was begun before goes on to its own LSN.
-        if let Some(lsn) = self.frozen_at.map(|lsn| control.with_rewinds(lsn))
+        if let Some(lsn) = self.frozen_at
             && (reached + 1..lsn).contains(&point.lsn)
         {
             return Err(Error::new(
@@ -851,7 +843,7 @@ impl Keeper {
         segments.retain(|&(_, last_lsn)| last_lsn > applied);
         Ok(HeldLog {
             segments,
-            newest: control.with_rewinds(newest),
+            newest,
             control,
             hold,
         })
@@ -992,21 +984,27 @@ impl Keeper {
         let appended = self.log.lock().pipeline.appended();
         // The disk's past may begin here, so a power cut must not take this state back.
         self.drain(appended)?;
-        let newest = self.control.control.with_rewinds(appended);
-        let disk = adopt(&mut self.control, &self.disks, newest)?;
+        let disk = adopt(&mut self.control, &self.disks, appended)?;
         disk.index_mut().count_in(&self.log.counters.index);
         self.note_spill(&disk);
         self.disks.push(disk.clone());
         self.limit_spills();
-        if disk.since_lsn > newest {
-            // The disk's new state needs an LSN of its own, and in a log in use only records have
-            // LSNs.
-            let mark =
-                Modification::mark(&"a disk has another image".parse()?, MarkCommit::default());
-            let at = self.log.lock().pipeline.append(&disk, mark);
-            disk.last_lsn.store(at, Ordering::Release);
-        }
+        self.give_lsn_to_changes(&disk)?;
         Ok(disk)
+    }
+
+    /// Gives the state of a disk whose records were discarded, or whose image was replaced, an LSN
+    /// of its own: that of a mark. `disk`: any disk of the log.
+    pub(crate) fn give_lsn_to_changes(&self, disk: &Arc<DiskState>) -> Result<()> {
+        let mut state = self.log.lock();
+        if self.control.control.newest_change() <= state.pipeline.appended() {
+            return Ok(());
+        }
+        let text = "a disk has another image".parse()?;
+        let mark = Modification::mark(&text, MarkCommit::default());
+        let at = state.pipeline.append(disk, mark);
+        disk.last_lsn.store(at, Ordering::Release);
+        Ok(())
     }
 
     /// Reopens a detached disk.
@@ -1174,7 +1172,12 @@ impl Keeper {
         let newest = self.log.lock().pipeline.appended();
         if !planted(Mutant::CutUndrained) && self.drain(newest).is_err() {
             self.refuse_failed()?;
-            // The log was full of history that a look or snapshot needed until now.
+            // The log was full: of what an earlier checkpoint has not copied, or of history that a
+            // look or snapshot needed until now.
+            if self.frozen_at.is_some() {
+                self.await_readers();
+                self.checkpoint_once(false, true)?;
+            }
             self.fold_for_room()?;
             self.await_readers();
             self.drain(newest)?;

@@ -83,8 +83,7 @@ impl Point {
         }
     }
 
-    /// Resolves the point, for a disk of the log, to the LSN of the last record or restore in place
-    /// up to it. `read` calls its argument with each record of the log, in LSN order.
+    /// Resolves the point, for a disk of the log, to the LSN of the last record up to it. `read` calls its argument with each record of the log, in LSN order.
     ///
     /// # Errors
     /// [`ErrorKind::NotFound`] if the disk can't be restored to the point; the error names the
@@ -148,12 +147,9 @@ impl Point {
             return Ok(lsn);
         }
         let horizon = control.horizon_of(disk_id);
-        match self {
-            // Just the base image; the record itself may have left the log.
-            Self::Lsn(lsn) if lsn == horizon => return Ok(horizon),
-            // After a restore in place, of this disk or another one.
-            Self::Lsn(lsn) if lsn > horizon && control.is_rewind(lsn) => return Ok(lsn),
-            _ => {}
+        // Just the base image; the record itself may have left the log.
+        if self == Self::Lsn(horizon) {
+            return Ok(horizon);
         }
         let (mut before, mut after): (Option<Commit>, Option<Commit>) = (None, None);
         let mut visit =
@@ -169,11 +165,10 @@ impl Point {
         };
         let before = before.filter(|before| before.lsn >= horizon);
         match (before.filter(is_there), before, after) {
-            (Some(commit), ..) => Ok(match self {
-                Self::Newest => control.with_rewinds(commit.lsn),
-                Self::Time(time) => control.with_rewinds_until(commit.lsn, time),
-                _ => commit.lsn,
-            }),
+            (Some(commit), ..) if self == Self::Newest => {
+                Ok(commit.lsn.max(control.since(disk_id)))
+            }
+            (Some(commit), ..) => Ok(commit.lsn),
             (None, Some(before), Some(after)) => {
                 Err(self.refused(log_dir, &format!("the nearest are {before} and {after}")))
             }
@@ -189,7 +184,7 @@ impl Point {
                     Retention::of(&control.history)
                 ),
             )),
-            (None, None, None) if self == Self::Newest => Ok(control.with_rewinds(horizon)),
+            (None, None, None) if self == Self::Newest => Ok(horizon),
             (None, None, None) => Err(self.refused(
                 log_dir,
                 &format!(

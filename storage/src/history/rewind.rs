@@ -1,29 +1,14 @@
-//! Restoring a disk in place while it is in use.
-//!
-//! ```text
-//!   records ... │ mark of the disk │ records of other disks ... │ newer records of the disk
-//!                 └─ its LSN becomes that of the rewind, once it is durable
-//! ```
-//! The rewind of a disk that is not in use takes an LSN that no record has. In a log in use, LSNs
-//! have no gaps, so a mark takes the LSN: a record that changes no disk.
+//! Restoring a disk of an open log in place: by a record that says so.
 
-use crate::catalog::mark_text::MarkText;
 use crate::error::{Error, ErrorKind, Result};
+use crate::format::Rewind;
 use crate::history::keeper::Keeper;
 use crate::log::disk_state::DiskState;
 use crate::log::orders::RewindRequest;
-use crate::log::pipeline::{MarkCommit, Modification};
+use crate::log::pipeline::Modification;
 use crate::mutant::{Mutant, planted};
 use crate::sync::Arc;
 use crate::sync::atomic::Ordering;
-
-/// How the text of a rewind's mark begins. The LSN that it goes back to follows.
-const MARK_OF_REWIND: &str = "restored in place as of LSN ";
-
-/// Whether a mark may be a rewind's. Somebody may have given a mark such a text.
-pub(crate) fn is_mark_of_rewind(text: &MarkText) -> bool {
-    text.as_str().starts_with(MARK_OF_REWIND)
-}
 
 impl Keeper {
     /// Restores a disk in place; the caller holds the base images. Returns the LSN of the
@@ -34,11 +19,6 @@ impl Keeper {
     /// is then as it was.
     pub(crate) fn rewind(&mut self, disk: &Arc<DiskState>, request: RewindRequest) -> Result<u64> {
         self.refuse_failed()?;
-        let mut next = self.control.control.clone();
-        let room = next.rewind(disk.id, request.to, request.newest, 0);
-        room.map_err(|error| error.of_file(&self.log.dir))?;
-        let text = format!("{MARK_OF_REWIND}{}", request.to);
-        let (text, marked): (MarkText, _) = (text.parse()?, MarkCommit::default());
         let mut state = self.log.lock();
         let written = disk.last_lsn.load(Ordering::Acquire) != request.newest;
         if written || disk.detached.load(Ordering::Relaxed) {
@@ -49,12 +29,16 @@ impl Keeper {
             );
             return Err(Error::new(ErrorKind::Locked, message));
         }
-        let mark = Modification::mark(&text, marked.clone());
-        let at = state.pipeline.append(disk, mark);
+        let change = if planted(Mutant::RewindUnwritten) {
+            Modification::void()
+        } else {
+            Modification::rewind(request.to)
+        };
+        let at = state.pipeline.append(disk, change);
         disk.last_lsn.store(at, Ordering::Release);
         disk.rewinding.store(true, Ordering::Relaxed);
         drop(state);
-        let rewound = self.rewind_at(disk, request, at, &marked);
+        let rewound = self.take_back(disk, request, at);
         let state = self.log.lock();
         disk.rewinding.store(false, Ordering::Relaxed);
         drop(state);
@@ -62,34 +46,39 @@ impl Keeper {
         rewound.map(|()| at)
     }
 
-    /// The rewind has the LSN `at`, which is that of the mark.
-    fn rewind_at(
-        &mut self,
-        disk: &DiskState,
-        RewindRequest { to, extents, .. }: RewindRequest,
-        at: u64,
-        marked: &MarkCommit,
-    ) -> Result<()> {
-        self.drain(at)?;
-        let unix_us = marked.get().map_or(0, |commit| commit.unix_us);
-        // The disk must not go on before it is certain whether the medium has it.
-        self.change_certainly(|control| {
-            if planted(Mutant::RewindUnwritten) {
-                return;
+    /// The rewind's record has the LSN `at`.
+    fn take_back(&mut self, disk: &DiskState, request: RewindRequest, at: u64) -> Result<()> {
+        let RewindRequest { to, extents, .. } = request;
+        let disk_id = disk.id;
+        // From now on no copy may stop between the two, not even if the log fails.
+        self.control
+            .control
+            .rewinds
+            .push(Rewind { disk_id, to, at });
+        if let Err(error) = self.drain(at) {
+            // What is not on its way to the medium yet does not get there.
+            let voided = self.log.lock().pipeline.void(at);
+            if !voided {
+                self.log.poison(&std::io::Error::other(error.to_string()));
+                return Err(error);
             }
-            // The room was checked before.
-            let _ = control.rewind(disk.id, to, at - 1, unix_us);
-        })?;
-        // In the other slot too: if the newer one rots, the other must not bring back what was
-        // undone. If this fails, the next write of the control file does it.
-        let _ = self.control.write();
-        let rewinds = self.control.control.rewinds_of(disk.id).copied();
+            self.control.control.rewinds.pop();
+            let dir = self.log.dir.display();
+            return Err(Error::full(format!(
+                "{dir}: the log has no room to record the restore; make it larger with 'walvisor \
+                 log resize', then try again"
+            )));
+        }
+        let rewinds = self.control.control.rewinds_of(disk_id).copied();
         *disk.rewinds.lock().expect("rewinds lock") = rewinds.collect();
         let mut index = disk.index_mut();
         index.active = extents;
         index.count_in(&self.log.counters.index);
         drop(index);
         self.note_saved();
+        // Both slots then say that the record was durable, so that damage to it is never taken for
+        // a torn write. If this fails, the next write of the control file does it.
+        let _ = self.control.change_both(|_| {});
         Ok(())
     }
 }

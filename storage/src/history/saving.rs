@@ -76,7 +76,7 @@ impl Keeper {
             .filter(|entry| !(planted(Mutant::ExportUnsaved) && Snapshot::is_of_export(entry)))
             .map(|entry| entry.lsn.get());
         let newest = snapshots.filter(|lsn| *lsn <= reached).max();
-        let Some(lsn) = newest.filter(|lsn| *lsn < control.with_rewinds(until)) else {
+        let Some(lsn) = newest.filter(|lsn| *lsn < until) else {
             self.saving = None;
             return Ok(SaveOutcome::Complete);
         };

@@ -5,7 +5,7 @@ use std::path::PathBuf;
 use crate::catalog::options::{CacheMode, DiskOptions};
 use crate::catalog::rewind::Timeline;
 use crate::error::{Error, Result};
-use crate::format::{DiskEntry, RewindEntry, Uuid};
+use crate::format::{DiskEntry, Rewind, Uuid};
 use crate::index::Index;
 use crate::log::image::Image;
 use crate::log::sharing::SharingCounters;
@@ -38,7 +38,7 @@ pub(crate) struct DiskState {
     /// The disk is being restored in place, so its records wait. Changed under the log's lock.
     pub rewinding: AtomicBool,
     /// The rewinds of the disk.
-    pub rewinds: Mutex<Vec<RewindEntry>>,
+    pub rewinds: Mutex<Vec<Rewind>>,
     /// The disk's newest record: what a FLUSH has to wait for.
     pub last_lsn: AtomicU64,
     pub index: RwLock<Index>,

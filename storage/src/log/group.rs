@@ -350,13 +350,7 @@ impl Log {
         };
         let header = BatchHeader {
             magic: format::BATCH_MAGIC,
-            version: U32::new(
-                if described.iter().any(|record| record.change.mark.is_some()) {
-                    format::MARKS_VERSION
-                } else {
-                    format::VERSION
-                },
-            ),
+            version: U32::new(format::VERSION),
             crc: U32::new(0),
             log: self.uuid,
             sequence: U64::new(tail.sequence),

@@ -44,12 +44,29 @@ impl Modification {
             checksums,
         };
         Self {
-            kind: DescriptorKind::Write,
+            kind: DescriptorKind::Mark,
             sector: 0,
             sectors: 1,
             payload: Some(payload),
             mark: Some(marked),
         }
+    }
+
+    /// A restore in place to LSN `to`.
+    pub(crate) fn rewind(to: u64) -> Self {
+        Self {
+            kind: DescriptorKind::Rewind,
+            sector: to,
+            sectors: 0,
+            payload: None,
+            mark: None,
+        }
+    }
+
+    /// What takes the place of a record that must not count.
+    pub(crate) fn void() -> Self {
+        let text = "given up".parse().expect("a text");
+        Self::mark(&text, MarkCommit::default())
     }
 
     pub(crate) fn payload_len(&self) -> usize {
@@ -190,8 +207,7 @@ impl Pipeline {
         self.applied
     }
 
-    /// Notes that all records up to `lsn` are in the base images. Rewinds after the records count
-    /// when a log is opened, so the next checkpoint may name a lower LSN.
+    /// Notes that all records up to `lsn` are in the base images.
     pub(crate) fn set_applied(&mut self, lsn: u64) {
         self.applied = lsn;
     }
@@ -280,7 +296,10 @@ impl Pipeline {
 
     /// Gives a record the next LSN, and returns it.
     pub(crate) fn append(&mut self, disk: &Arc<DiskState>, change: Modification) -> u64 {
-        debug_assert!(change.sectors > 0, "a record of nothing");
+        debug_assert!(
+            (change.sectors == 0) == (change.kind == DescriptorKind::Rewind),
+            "a record of nothing"
+        );
         debug_assert!(
             change.payload.is_none()
                 || change.payload_len() as u64 == 512 * u64::from(change.sectors),
@@ -296,6 +315,19 @@ impl Pipeline {
         self.queued_bytes += record.pending_bytes();
         self.pending.push_back(record);
         lsn
+    }
+
+    /// Makes a record that is still pending one that does not count. Returns `false` if it is in a
+    /// batch, or gone.
+    pub(crate) fn void(&mut self, lsn: u64) -> bool {
+        let mut pending = self.pending.iter_mut();
+        let Some(record) = pending.find(|record| record.lsn == lsn) else {
+            return false;
+        };
+        let bytes = record.pending_bytes();
+        record.change = Modification::void();
+        self.queued_bytes = self.queued_bytes + record.pending_bytes() - bytes;
+        true
     }
 
     /// Moves the oldest `count` pending records, at least one, to `records`: the next batch to be

@@ -20,7 +20,6 @@ use crate::catalog::retention::Retention;
 use crate::error::{Error, ErrorKind, Result};
 use crate::format::DiskEntry;
 use crate::history::point::Point;
-use crate::log::commit::Commit;
 use crate::log::disk_state::DiskState;
 use crate::log::image::Image;
 use crate::log::spill::Spill;
@@ -543,7 +542,7 @@ pub(crate) fn attach(
     control: &mut ControlFile,
     log_dir: &Path,
     unapplied: &UnappliedByDisk,
-    newest: Commit,
+    newest: u64,
 ) -> Result<Vec<Arc<DiskState>>> {
     let mut found = find(&bases, control, log_dir, unapplied)?;
     let places = look_up(&detached, control)?;
@@ -567,6 +566,20 @@ pub(crate) fn attach(
     states
         .map(|(base, place)| enter(base, place, control))
         .collect()
+}
+
+/// As [`attach`] for one disk, whatever other disks have records in the log.
+pub(crate) fn attach_alone(
+    base: OpenBase,
+    control: &mut ControlFile,
+    log_dir: &Path,
+    unapplied: &UnappliedByDisk,
+    newest: u64,
+) -> Result<Arc<DiskState>> {
+    let place = base.find(control, log_dir, unapplied)?;
+    end_past(&base, place, control, newest)?;
+    take_over(std::slice::from_ref(&base), &[place], control);
+    enter(base, place, control)
 }
 
 /// Refuses a log with records of a disk whose image was not named: they could never be copied, so
@@ -606,35 +619,17 @@ pub(crate) fn end_past(
     base: &OpenBase,
     place: usize,
     control: &mut ControlFile,
-    newest: Commit,
-) -> Result<()> {
-    // Another disk may have just taken an LSN.
-    let lsn = control.control.with_rewinds(newest.lsn);
-    let ended = check_past(base, place, control, lsn)?;
-    if ended {
-        let disk_id = control.control.disks[place].id.get();
-        let taken = control.control.take_lsn(disk_id, lsn, newest.unix_us);
-        taken.map_err(|error| error.of_file(&control.path))?;
-    }
-    Ok(())
-}
-
-/// As [`end_past`], but takes no LSN. Returns whether one is needed.
-pub(crate) fn check_past(
-    base: &OpenBase,
-    place: usize,
-    control: &mut ControlFile,
     newest: u64,
-) -> Result<bool> {
+) -> Result<()> {
     let Some(why) = base.why_no_past(control, place)? else {
-        return Ok(false);
+        return Ok(());
     };
     let known = &mut control.control;
     let disk_id = known.disks[place].id.get();
     // The log was empty.
     let is_new = newest == 0 && known.snapshots.is_empty();
     if is_new {
-        return Ok(false);
+        return Ok(());
     }
     let path = base.options.path.display();
     let retain = Retention::of(&known.history);
@@ -651,7 +646,7 @@ pub(crate) fn check_past(
     } else if kept {
         tracing::warn!("{path}: {why}; its history starts over after LSN {newest}");
     }
-    Ok(true)
+    Ok(())
 }
 
 /// Gives the images' paths and inodes to their entries; no other entry keeps them.
@@ -780,7 +775,7 @@ fn enter_alone(
                 return Err(a_copy(&bases[0].options.path, &other.path));
             }
             accept(&bases[0], control, entry, log_dir, &UnappliedByDisk::new())?;
-            check_past(&bases[0], place, control, newest)?;
+            end_past(&bases[0], place, control, newest)?;
             place
         }
         None => {

@@ -177,7 +177,7 @@ fn newest(control: &mut ControlFile) -> Result<u64> {
     let log_dir = parent(&control.path).to_owned();
     let medium = directory(&log_dir, EngineKind::Blocking);
     let (scan, _) = read_for_recovery(&medium, &log_dir, control, &mut |_, _| {})?;
-    Ok(control.control.with_rewinds(scan.last.lsn))
+    Ok(scan.newest(&control.control).lsn)
 }
 
 /// Creates the first segment of a new log.
@@ -222,7 +222,8 @@ pub(crate) fn refuse_unapplied(path: &Path, log_dir: &Path, log: &ControlFile) -
         return Ok(());
     };
     let medium = directory(log_dir, EngineKind::Blocking);
-    let (_, unapplied) = read_log_until(&medium, log_dir, &log.control, u64::MAX)?;
+    let mut control = log.control.clone();
+    let (_, unapplied) = read_log_until(&medium, log_dir, &mut control, u64::MAX)?;
     let id = old.id.get();
     if unapplied.contains_key(&id) || log.control.is_spilled(id) {
         Err(Error::new(

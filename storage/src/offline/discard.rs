@@ -20,7 +20,6 @@ use crate::catalog::retention::Retention;
 use crate::catalog::snapshot::SnapshotName;
 use crate::error::{Error, ErrorKind, Result};
 use crate::format::DiskEntry;
-use crate::log::commit::Commit;
 use crate::log::spill::{Spill, SpillPaths};
 use crate::medium::directory::{directory, directory_to_read};
 use crate::medium::engine::EngineKind;
@@ -29,7 +28,7 @@ use crate::medium::filesystem::{OpenMode, files};
 use crate::medium::lock::Access;
 use crate::medium::mark::{ImageMark, hex};
 use crate::mutant::{Mutant, planted};
-use crate::offline::attach::{OpenBase, check_past, is_only_disk};
+use crate::offline::attach::{OpenBase, end_past, is_only_disk};
 use crate::recovery::replay::{UnappliedRecords, read_for_recovery, read_log_until};
 
 /// What a log holds of a disk: what [`discard_log`] has discarded, or [`adopt_image`] has kept.
@@ -76,14 +75,14 @@ pub fn discard_log(path: &Path, log_dir: &Path) -> Result<HeldRecords> {
     // LSNs seen on the medium are never reused, so a record that is void now stays void.
     let newest = scan.max_lsn.max(scan.last.lsn);
     let fits = base.filter(|base| base.size_fits(&entry) && !is_another(base, &control, place));
-    let Commit { lsn, unix_us, .. } = scan.newest(&control.control);
+    let lsn = scan.newest(&control.control).lsn;
     if let Some(base) = &fits {
         // The mark may be what a killed process left in the page cache, and a power cut may take
         // that.
         let synced = base.file.sync_all();
         synced.map_err(|error| Error::io("sync the base image", path, error))?;
         // Whatever image it is.
-        check_past(base, place, &mut control, lsn)?;
+        end_past(base, place, &mut control, lsn)?;
     }
     if control.control.is_spilled(entry.id.get()) {
         // Its past needs what is in the spill file.
@@ -91,17 +90,14 @@ pub fn discard_log(path: &Path, log_dir: &Path) -> Result<HeldRecords> {
         ended.map_err(|error| error.of_file(log_dir))?;
     }
     // Without its records, the disk is not what it was at the newest one, so its new state gets an
-    // LSN of its own.
-    let taken = control.control.take_lsn(entry.id.get(), lsn, unix_us);
-    let taken = taken.map_err(|error| error.of_file(log_dir))?;
-    let newest = newest.max(taken);
+    // LSN of its own, which is nobody's yet.
+    let newest = newest.max(lsn + 1);
     let entry_id = entry.id.get();
     // In both slots: if one rots, the other must not bring the records back.
     control.change_both(|control| {
         let next_lsn = control.header.next_lsn.get().max(newest + 1);
         control.header.next_lsn = U64::new(next_lsn);
         let entry = &mut control.disks[place];
-        // The LSN just taken is not a record's.
         let kept = 2 * u64::from(planted(Mutant::DiscardKeepsRecord));
         entry.void_lsn = U64::new(newest.saturating_sub(kept));
         if let Some(base) = &fits {
@@ -149,7 +145,7 @@ pub fn adopt_image(path: &Path, log_dir: &Path) -> Result<HeldRecords> {
     synced.map_err(|error| Error::io("sync the base image", path, error))?;
     // Its past needs the image as it was.
     let newest = scan.newest(&control.control).lsn;
-    check_past(&base, place, &mut control, newest)?;
+    end_past(&base, place, &mut control, newest)?;
     control.change_both(|control| control.disks[place].announce(1))?;
     mark_as_own(&base, &mut control, place, true)?;
     Ok(report(&entry, &control, (&held, spilled), true))
@@ -168,7 +164,8 @@ pub fn plan_adoption(
     let (base, place) = adoptable(path, &control, log_dir, Access::Read)?;
     let entry = control.control.disks[place];
     let medium = directory_to_read(log_dir, None);
-    let (scan, mut unapplied) = read_log_until(&medium, log_dir, &control.control, u64::MAX)?;
+    let known = &mut control.control;
+    let (scan, mut unapplied) = read_log_until(&medium, log_dir, known, u64::MAX)?;
     let held = unapplied.remove(&entry.id.get()).unwrap_or_default();
     let held = report(
         &entry,
@@ -243,7 +240,7 @@ fn mark_as_own(base: &OpenBase, control: &mut ControlFile, place: usize, open: b
 /// As [`discard_log`].
 pub fn plan_discard(path: &Path, log_dir: &Path) -> Result<HeldRecords> {
     let options = DiskOptions::new(path);
-    let Some(control) = find_control(log_dir, Access::LogRead)? else {
+    let Some(mut control) = find_control(log_dir, Access::LogRead)? else {
         let base = OpenBase::open(&options, Access::Read, log_dir, false)?;
         refuse_headless(&base, log_dir)?;
         return without_log(&base);
@@ -251,7 +248,8 @@ pub fn plan_discard(path: &Path, log_dir: &Path) -> Result<HeldRecords> {
     let base = existing(OpenBase::open(&options, Access::Read, log_dir, true))?;
     let place = find(path, base.as_ref(), &control, log_dir)?;
     let medium = directory_to_read(log_dir, None);
-    let (_, mut unapplied) = read_log_until(&medium, log_dir, &control.control, u64::MAX)?;
+    let known = &mut control.control;
+    let (_, mut unapplied) = read_log_until(&medium, log_dir, known, u64::MAX)?;
     let entry = &control.control.disks[place];
     let given_up = unapplied.remove(&entry.id.get()).unwrap_or_default();
     let spilled = spilled_bytes(&control, entry);

@@ -13,7 +13,7 @@ use crate::medium::directory::directory_to_read;
 use crate::medium::lock::Access;
 use crate::medium::segment::LogRead;
 use crate::recovery::contents::VerifyScope;
-use crate::recovery::scan::{self, FoundRecord};
+use crate::recovery::scan::{self, FoundRecord, learn_rewinds};
 
 /// A record's effect on its disk.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -26,6 +26,8 @@ pub enum RecordKind {
     Discard,
     /// A [mark](crate::Disk::mark): no disk was changed.
     Mark,
+    /// The disk was restored in place: it is again what it was after the record with this LSN.
+    Rewind(u64),
 }
 
 /// One record of the log.
@@ -70,12 +72,15 @@ impl<'a> LogRecord<'a> {
     /// A record that was found, of the disk whose base image is at `disk`. `text`: that of a mark.
     pub(crate) fn new(found: &FoundRecord<'a>, disk: &'a Path, text: Option<&'a MarkText>) -> Self {
         let descriptor = found.descriptor;
-        let kind = match DescriptorKind::from_raw(descriptor.kind.get()) {
-            _ if found.is_mark() => RecordKind::Mark,
+        let (mut sector, sectors) = (descriptor.sector.get(), descriptor.sectors.get());
+        let kind = match descriptor.kind() {
             Some(DescriptorKind::Write) | None => RecordKind::Write,
             Some(DescriptorKind::WriteZeroes) => RecordKind::WriteZeroes,
             Some(DescriptorKind::Discard) => RecordKind::Discard,
+            Some(DescriptorKind::Mark) => RecordKind::Mark,
+            Some(DescriptorKind::Rewind) => RecordKind::Rewind(std::mem::take(&mut sector)),
         };
+        let changes = !matches!(kind, RecordKind::Mark | RecordKind::Rewind(_));
         Self {
             lsn: found.lsn,
             cid: found.batch.cid.get(),
@@ -84,14 +89,14 @@ impl<'a> LogRecord<'a> {
             disk,
             kind,
             text,
-            sector: descriptor.sector.get(),
-            sectors: descriptor.sectors.get(),
+            sector,
+            sectors,
             payload_bytes: descriptor.payload_len(),
             payload_crc: checksum::combine(found.checksums, descriptor.payload_len()),
             segment: &found.segment.path,
             offset: found.offset,
             in_base: found.in_base,
-            undone: !found.in_base && !found.counts,
+            undone: changes && !found.in_base && !found.counts,
             damaged: found.damaged,
         }
     }
@@ -145,10 +150,12 @@ pub(crate) fn text_of(found: &FoundRecord<'_>) -> Result<Option<MarkText>> {
 /// ([`ErrorKind::Damaged`](crate::ErrorKind::Damaged)), `visit` has been called for the records
 /// before them.
 pub fn dump_records(log_dir: &Path, visit: &mut dyn FnMut(&LogRecord<'_>)) -> Result<()> {
-    let control = existing_log(log_dir, Access::LogRead)?;
+    let mut control = existing_log(log_dir, Access::LogRead)?;
     let disks = control.control.disks.iter();
     let paths: HashMap<u32, PathBuf> = disks.map(|d| (d.id.get(), d.path(&control.home))).collect();
     let medium = directory_to_read(log_dir, None);
+    // If this fails, so does the scan below, after all records before the damage.
+    let _ = learn_rewinds(&medium, log_dir, &mut control.control);
     let mut failed = None;
     let mut each = |found: FoundRecord<'_>| {
         let disk_id = found.descriptor.disk_id.get();

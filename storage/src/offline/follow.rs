@@ -13,7 +13,6 @@
 //! them, and never another record with one of their LSNs.
 
 use std::collections::HashMap;
-use std::ops::Range;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
@@ -21,11 +20,9 @@ use zerocopy::little_endian::{U32, U64};
 
 use crate::Buffer;
 use crate::catalog::control::unknown_version;
-use crate::catalog::mark_text::MarkText;
 use crate::error::{Error, ErrorKind, Result};
 use crate::format::{BLOCK, DecodeResult, SegmentHeader, Uuid};
 use crate::history::point::Point;
-use crate::history::rewind::is_mark_of_rewind;
 use crate::log::commit::Commit;
 use crate::medium::file::{DataFile, Segment};
 use crate::medium::filesystem::{OpenMode, files};
@@ -77,12 +74,6 @@ pub struct LogPiece {
     pub batches: Vec<Commit>,
     /// Where the piece ends.
     pub end: LogPlace,
-    /// LSNs right before or in the piece that no record has. A disk that was not in use may have
-    /// been restored in place there; a [root](LogRoot) that is read after the piece knows.
-    pub gaps: Vec<Range<u64>>,
-    /// LSNs of marks that say that a disk in use was restored in place. The root says so a little
-    /// later, or never, if the mark has its text by chance.
-    pub rewind_marks: Vec<u64>,
 }
 
 /// What a follower has found.
@@ -494,8 +485,6 @@ struct PieceReader<'a> {
     batches: Vec<Commit>,
     /// The highest durable LSN of the batches.
     durable_lsn: u64,
-    gaps: Vec<Range<u64>>,
-    rewind_marks: Vec<u64>,
 }
 
 /// What came of some bytes.
@@ -518,8 +507,6 @@ impl<'a> PieceReader<'a> {
             last: Commit::default(),
             batches: Vec::new(),
             durable_lsn: 0,
-            gaps: Vec::new(),
-            rewind_marks: Vec::new(),
         }
     }
 
@@ -563,7 +550,7 @@ impl<'a> PieceReader<'a> {
             if !is_whole(&batch, whole) {
                 break;
             }
-            self.note(&batch, whole, chain.previous_lsn);
+            self.note(&batch);
             chain.advance(&batch);
             end += len as usize;
         }
@@ -574,32 +561,17 @@ impl<'a> PieceReader<'a> {
         Ok(TakeOutcome::Some)
     }
 
-    fn note(&mut self, batch: &Batch, bytes: &[u8], previous_lsn: u64) {
+    fn note(&mut self, batch: &Batch) {
         let header = &batch.header;
         let at = |lsn| Commit {
             lsn,
             cid: header.cid.get(),
             unix_us: header.unix_us.get(),
         };
-        let first = header.first_lsn.get();
-        self.first.get_or_insert(at(first));
+        self.first.get_or_insert(at(header.first_lsn.get()));
         self.last = at(batch.last_lsn());
         self.batches.push(self.last);
         self.durable_lsn = self.durable_lsn.max(header.durable_lsn.get());
-        if first > previous_lsn + 1 {
-            self.gaps.push(previous_lsn + 1..first);
-        }
-        for (lsn, descriptor, offset, _) in batch.records() {
-            let at = (offset - batch.offset) as usize;
-            let text = bytes.get(at..at + descriptor.payload_len() as usize);
-            let text = text.filter(|_| header.is_mark(descriptor));
-            if text
-                .and_then(MarkText::read)
-                .is_some_and(|text| is_mark_of_rewind(&text))
-            {
-                self.rewind_marks.push(lsn);
-            }
-        }
     }
 
     fn end(self, chain: &Chain) -> Option<LogPiece> {
@@ -617,8 +589,6 @@ impl<'a> PieceReader<'a> {
                 crc: chain.previous_crc.get(),
                 lsn: chain.previous_lsn,
             },
-            gaps: self.gaps,
-            rewind_marks: self.rewind_marks,
         })
     }
 }

@@ -163,7 +163,7 @@ pub fn inspect_with_progress(
     let allocated = metadata.map_or(size.saturating_sub(unfetched), |metadata| {
         metadata.blocks() * 512
     });
-    let Some(control) = control else {
+    let Some(mut control) = control else {
         base.refuse_foreign(log_dir)?;
         return Ok(DiskReport {
             size,
@@ -178,8 +178,8 @@ pub fn inspect_with_progress(
     let (scan, mut unapplied) = read_log(
         &medium,
         log_dir,
-        &control.control,
-        VerifyScope::All,
+        &mut control.control,
+        (u64::MAX, VerifyScope::All),
         progress,
     )?;
     let found = base.find(&control, log_dir, &unapplied)?;

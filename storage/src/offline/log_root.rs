@@ -2,8 +2,8 @@
 
 use std::path::{Path, PathBuf};
 
+use zerocopy::FromZeros;
 use zerocopy::little_endian::{U16, U32, U64};
-use zerocopy::{FromZeros, IntoBytes};
 
 use crate::Buffer;
 use crate::catalog::control::{
@@ -11,8 +11,8 @@ use crate::catalog::control::{
 };
 use crate::catalog::options::SEGMENTS;
 use crate::catalog::snapshot::Snapshot;
-use crate::error::{Error, ErrorKind, Result, invalid};
-use crate::format::{CONTROL_SLOT, Control, DecodeResult, RewindEntry, SAMPLES, Sample};
+use crate::error::{Error, ErrorKind, Result};
+use crate::format::{CONTROL_SLOT, Control, DecodeResult, SAMPLES, Sample};
 use crate::history::point::Point;
 use crate::log::commit::Commit;
 use crate::medium::fetch_map::FetchMap;
@@ -137,23 +137,7 @@ impl LogRoot {
 
     /// The log was durable up to here, perhaps further.
     pub fn durable_lsn(&self) -> u64 {
-        self.control.durable_lsn.get()
-    }
-
-    /// The LSNs of the restores in place that the base images have not passed.
-    pub fn rewinds(&self) -> Vec<u64> {
-        let rewinds = self.control.rewinds.iter();
-        rewinds.map(|rewind| rewind.at.get()).collect()
-    }
-
-    /// Whether an earlier root shows a restore in place that this one does not: the images have
-    /// passed it since, or the log has another past.
-    pub fn lacks_rewinds_of(&self, before: &Self) -> bool {
-        let known = |rewind: &RewindEntry| {
-            let mut own = self.control.rewinds.iter();
-            own.any(|other| other.as_bytes() == rewind.as_bytes())
-        };
-        !before.control.rewinds.iter().all(known)
+        self.control.header.durable_lsn.get()
     }
 
     /// The named points of the log, oldest first.
@@ -260,23 +244,20 @@ impl ImageReader {
 /// since.
 #[derive(Debug)]
 pub struct LogParts<'a> {
-    /// The log's roots since the images were copied, oldest first, at least one: that of the
-    /// moment when the copy began.
-    pub roots: &'a [LogRoot],
+    /// The log's root when the copy of the images began.
+    pub begun: &'a LogRoot,
+    /// Its newest root.
+    pub newest: &'a LogRoot,
     /// When the copy ended, the images had no record after this LSN.
     pub images_lsn: u64,
     /// The sequence of the first segment.
     pub first_sequence: u64,
     /// The number of segment files, which are in the directory already.
     pub segments: u32,
-    /// The last record. Restores in place that directly follow it count, too, if `until` is not
-    /// before them.
+    /// The last record.
     pub last: Commit,
-    /// No restore in place after this LSN counts. Before `last`, it is what the disks are as of:
-    /// a batch comes as a whole.
+    /// What the disks are to be as of, if that is before `last`: a batch comes as a whole.
     pub until: u64,
-    /// Nor one after this time, in microseconds since 1970.
-    pub until_us: u64,
     /// The disks' numbers and the copies of their images.
     pub images: &'a [(u32, PathBuf)],
 }
@@ -438,18 +419,9 @@ fn assembled(log_dir: &Path, parts: &LogParts<'_>) -> Result<LogRoot> {
 impl LogParts<'_> {
     /// The control file, without the images.
     fn control(&self) -> Result<Control> {
-        let (first, newest) = match self.roots {
-            [] => return Err(invalid("no root to make a log of".to_owned())),
-            [first, .., newest] => (first, newest),
-            [only] => (only, only),
-        };
-        let mut control = newest.control.clone();
-        let checkpoint = first.control.header.checkpoint_lsn;
-        control.rewinds = rewinds(self, checkpoint.get());
-        let end = control
-            .rewinds
-            .last()
-            .map_or(self.last.lsn, |last| last.at.get().max(self.last.lsn));
+        let mut control = self.newest.control.clone();
+        let checkpoint = self.begun.control.header.checkpoint_lsn;
+        let end = self.last.lsn;
         control.snapshots.retain(|snapshot| {
             let lsn = snapshot.lsn.get();
             snapshot.is_named() && (self.images_lsn..=end).contains(&lsn)
@@ -485,7 +457,7 @@ impl LogParts<'_> {
         header.copying_lsn = U64::new(self.images_lsn);
         header.next_lsn = U64::new(end.max(self.images_lsn).saturating_add(1));
         header.next_cid = U64::new(self.last.cid.saturating_add(1));
-        control.durable_lsn = U64::new(self.last.lsn);
+        header.durable_lsn = U64::new(self.last.lsn);
         if !control.fits() || !control.counted() {
             return Err(Error::new(
                 ErrorKind::Damaged,
@@ -494,29 +466,6 @@ impl LogParts<'_> {
         }
         Ok(control)
     }
-}
-
-/// The restores in place that the roots tell of, and that count.
-fn rewinds(parts: &LogParts<'_>, checkpoint: u64) -> Vec<RewindEntry> {
-    let mut all: Vec<RewindEntry> = Vec::new();
-    for rewind in parts.roots.iter().flat_map(|root| &root.control.rewinds) {
-        let known = all.iter().any(|known| known.at == rewind.at);
-        let (at, unix_us) = (rewind.at.get(), rewind.unix_us.get());
-        // One before the last record is not after the point, whatever the clock was.
-        let in_time = at <= parts.last.lsn || unix_us <= parts.until_us;
-        let counts = checkpoint < at && at <= parts.until && in_time;
-        if counts && !known {
-            all.push(*rewind);
-        }
-    }
-    all.sort_by_key(|rewind| rewind.at.get());
-    let mut end = parts.last.lsn;
-    all.retain(|rewind| {
-        let at = rewind.at.get();
-        end = if at == end.saturating_add(1) { at } else { end };
-        at <= end
-    });
-    all
 }
 
 fn sync_segment(path: &Path) -> Result<()> {

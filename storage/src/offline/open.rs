@@ -31,7 +31,7 @@ use crate::medium::file::{Appender, Segment};
 use crate::medium::filesystem::{self, OpenMode};
 use crate::medium::lock::Access;
 use crate::medium::pace::{Pace, SlowAppender};
-use crate::offline::attach::{OpenBase, announce_open, attach, find};
+use crate::offline::attach::{OpenBase, announce_open, attach, attach_alone, find};
 use crate::parallel::Progress;
 use crate::recovery::replay::{UnappliedByDisk, read_for_recovery, read_log_until, recover};
 use crate::recovery::scan::Scan;
@@ -148,10 +148,10 @@ impl Store {
         };
         let mut control = open_control(log_dir, Access::LogRead)?;
         let bases = OpenBase::open_all(&used(disks), Access::Read, log_dir, true)?;
-        let read = read_log_until(&medium, log_dir, &control.control, u64::MAX)?;
-        let (scan, mut unapplied) = read;
+        let known = &mut control.control;
+        let (scan, mut unapplied) = read_log_until(&medium, log_dir, known, u64::MAX)?;
         let found = find(&bases, &control, log_dir, &unapplied)?;
-        let newest = control.control.with_rewinds(scan.last.lsn);
+        let newest = scan.newest(&control.control).lsn;
         for (base, place) in bases.iter().zip(&found) {
             base.without_past(&mut control, *place, newest)?;
         }
@@ -337,9 +337,9 @@ pub(crate) fn open_log(
         None => first_control(&bases, log_dir, options)?,
     };
     let read = read_for_recovery(medium.as_ref(), log_dir, &mut control, progress)?;
-    let newest = read.0.newest(&control.control);
+    let newest = read.0.newest(&control.control).lsn;
     let states = attach(bases, detached, &mut control, log_dir, &read.1, newest)?;
-    let (log, keeper) = assemble(medium, log_dir, control, &states, read, options)?;
+    let (log, keeper) = assemble(medium, log_dir, control, &states, (read, false), options)?;
     let disks = states[..used]
         .iter()
         .map(|state| Disk {
@@ -350,14 +350,36 @@ pub(crate) fn open_log(
     Ok((log, disks, keeper))
 }
 
+/// Opens a log for one change of the disk with this image. Nothing is copied to any image, so the
+/// images of other disks need not be there. Dropping the disk and the keeper leaves the log as a
+/// kill would.
+///
+/// # Errors
+/// If the log can't be read, or the image is not one of it or can't be used.
+pub(crate) fn open_for_change(
+    medium: Box<dyn Medium>,
+    log_dir: &Path,
+    mut control: ControlFile,
+    base: OpenBase,
+) -> Result<(Disk, Keeper)> {
+    let read = read_for_recovery(medium.as_ref(), log_dir, &mut control, &mut |_, _| {})?;
+    let newest = read.0.newest(&control.control).lsn;
+    let state = attach_alone(base, &mut control, log_dir, &read.1, newest)?;
+    let states = std::slice::from_ref(&state);
+    let options = StoreOptions::default();
+    let (log, keeper) = assemble(medium, log_dir, control, states, (read, true), &options)?;
+    log.lock().keeper.checkpoint = false;
+    Ok((Disk { log, state }, keeper))
+}
+
 /// Recovers a log that was read, for all disks with records in it, and makes it ready to run
-/// without starting threads.
+/// without starting threads. `keeps_records`: they stay in the log even without history.
 fn assemble(
     medium: Box<dyn Medium>,
     log_dir: &Path,
     mut control: ControlFile,
     states: &[Arc<DiskState>],
-    read: (Scan, UnappliedByDisk),
+    (read, keeps_records): ((Scan, UnappliedByDisk), bool),
     options: &StoreOptions,
 ) -> Result<(Arc<Log>, Keeper)> {
     // The mark of an image with a spill file says that it is open, and may be impossible to write.
@@ -370,8 +392,8 @@ fn assemble(
     let retain = options.retain.unwrap_or(Retention::of(history));
     retain.set(&mut control.control)?;
     let kept = Holds::of(&control.control).kept();
-    let keeps_history = retain != Retention::Nothing || kept.is_some();
-    let (scan, free) = recover(&mut control, states, read, keeps_history)?;
+    let keeps_records = keeps_records || retain != Retention::Nothing || kept.is_some();
+    let (scan, free) = recover(&mut control, states, read, keeps_records)?;
     let location = LogLocation::of(&control);
     for state in states {
         location.write(state.base.file().as_ref(), &state.path);
@@ -404,6 +426,9 @@ fn assemble(
     let mut keeper = Keeper::new(log.clone(), states.to_vec(), control, recovered)?;
     keeper.remove_saved();
     keeper.remove_stale_spills();
+    if let Some(disk) = states.first() {
+        keeper.give_lsn_to_changes(disk)?;
+    }
     Ok((log, keeper))
 }
 
@@ -440,10 +465,7 @@ fn new_log(
         free.into(),
     );
     let commit_delay = CommitDelay::new(options.commit_wait);
-    let newest = (
-        control.newest_time(scan.last.lsn, scan.last.unix_us),
-        scan.passed,
-    );
+    let newest = (scan.last.unix_us, scan.passed);
     let clock = LogClock::open(log_dir, newest, control.created_us());
     let mut state = LogState::new(pipeline, ring, commit_delay, clock);
     state.horizon = scan.horizon;

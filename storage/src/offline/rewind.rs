@@ -7,13 +7,16 @@ use crate::catalog::options::DiskOptions;
 use crate::error::Result;
 use crate::history::point::Point;
 use crate::history::rewind_plan::{LogRecords, RewindReport};
-use crate::log::clock::{ClockReading, LogClock};
+use crate::log::holds::HoldOwner;
 use crate::medium::directory::{Medium, directory};
 use crate::medium::engine::EngineKind;
 use crate::medium::lock::Access;
 use crate::offline::attach::{OpenBase, locate};
-use crate::recovery::replay::read_durable;
-use crate::recovery::scan::FoundRecord;
+use crate::offline::open::open_for_change;
+use crate::recovery::contents::VerifyScope;
+use crate::recovery::replay::read_log_until;
+use crate::recovery::scan::{FoundRecord, scan};
+use crate::sync::atomic::Ordering;
 
 /// Makes the disk at `path` what it was at a point in its history, with its present size. Nothing
 /// is copied, so this takes as long as opening the log, whatever the size of the disk. Other disks
@@ -31,69 +34,66 @@ use crate::recovery::scan::FoundRecord;
 /// [`ErrorKind::InvalidInput`](crate::ErrorKind::InvalidInput) if there is no room for another
 /// restore in place. Nothing is changed then.
 pub fn rewind_disk(path: &Path, log_dir: &Path, at: Point) -> Result<RewindReport> {
-    let mut control = existing_log(log_dir, Access::Log)?;
+    let control = existing_log(log_dir, Access::Log)?;
     let base = OpenBase::open(&DiskOptions::new(path), Access::Write, log_dir, true)?;
-    rewind_now(&mut control, &base, log_dir, at)
+    let medium = directory(log_dir, EngineKind::Blocking);
+    rewind(Box::new(medium), log_dir, control, base, at)
 }
 
 /// As [`rewind_disk`], for a disk that this process brings back, and that nobody may open yet.
 pub(crate) fn rewind_unready(path: &Path, log_dir: &Path, at: Point) -> Result<RewindReport> {
-    let mut control = existing_log(log_dir, Access::Log)?;
+    let control = existing_log(log_dir, Access::Log)?;
     let base = OpenBase::open_unready(path)?;
-    rewind_now(&mut control, &base, log_dir, at)
+    let medium = directory(log_dir, EngineKind::Blocking);
+    rewind(Box::new(medium), log_dir, control, base, at)
 }
 
-fn rewind_now(
-    control: &mut ControlFile,
-    base: &OpenBase,
+/// As [`rewind_disk`], for a locked log.
+pub(crate) fn rewind(
+    medium: Box<dyn Medium>,
     log_dir: &Path,
+    control: ControlFile,
+    base: OpenBase,
     at: Point,
 ) -> Result<RewindReport> {
-    let medium = directory(log_dir, EngineKind::Blocking);
-    rewind(&medium, log_dir, control, base, at, ClockReading::now())
+    // What is refused changes nothing.
+    let planned = plan(medium.as_ref(), log_dir, &control, &base, at)?;
+    if planned.changes_nothing() {
+        return Ok(planned);
+    }
+    let (disk, mut keeper) = open_for_change(medium, log_dir, control, base)?;
+    let newest = disk.state.last_lsn.load(Ordering::Acquire);
+    let held = keeper.hold(&disk.state, HoldOwner::Rewind)?;
+    let planned = RewindReport::plan(&disk.log, &disk.state, at, newest, &held)?;
+    let (mut done, request) = planned;
+    if let Some(request) = request {
+        done.lsn = Some(keeper.rewind(&disk.state, request)?);
+    }
+    Ok(done)
 }
 
-/// As [`rewind_disk`], for an open log, with the clocks at `now`.
-pub(crate) fn rewind(
+/// Plans the restore of a closed log's disk, without a change of the log.
+fn plan(
     medium: &dyn Medium,
     log_dir: &Path,
-    control: &mut ControlFile,
+    control: &ControlFile,
     base: &OpenBase,
     at: Point,
-    now: ClockReading,
 ) -> Result<RewindReport> {
     let place = locate(base, control, log_dir)?;
-    let disk_id = control.control.disks[place].id.get();
-    let mut records = LogRecords::new(disk_id);
-    let visit = &mut |found: &FoundRecord<'_>| records.take(found);
-    // Whatever counts from now on must be durable, as when the log is opened for writing.
-    let (scan, unapplied) = read_durable(medium, log_dir, control, visit, &mut |_, _| {})?;
+    let mut known = control.control.clone();
+    let (found, unapplied) = read_log_until(medium, log_dir, &mut known, u64::MAX)?;
     base.find(control, log_dir, &unapplied)?;
+    let newest = found.newest(&known).lsn;
+    // These hold the segments, which are read again.
+    drop((found, unapplied));
     if let Some(why) = base.why_no_past(control, place)? {
         return Err(base.no_past(at, log_dir, why));
     }
-    let known = &control.control;
-    let newest = known.with_rewinds(scan.last.lsn);
-    let mut done = records.plan(at, known, newest, &base.options.path, log_dir)?;
-    if done.changes_nothing() {
-        return Ok(done);
-    }
-    let newest_time = (
-        control.newest_time(scan.last.lsn, scan.last.unix_us),
-        scan.passed,
-    );
-    let mut clock = LogClock::open_at(log_dir, newest_time, control.created_us(), now);
-    let unix_us = clock.next_at(now).unix_us;
-    let mut next = known.clone();
-    let lsn = next.rewind(disk_id, done.to_lsn, newest, unix_us);
-    done.lsn = Some(lsn.map_err(|error| error.of_file(log_dir))?);
-    // Numbers seen on the medium are never reused.
-    let next_lsn = next.header.next_lsn.get().max(scan.max_lsn + 1);
-    next.header.next_lsn = next_lsn.into();
-    // In both slots: if the newer one rots, the other must not bring back what was undone.
-    control.change_both(|control| {
-        control.header.next_lsn = next.header.next_lsn;
-        control.rewinds.clone_from(&next.rewinds);
-    })?;
-    Ok(done)
+    let mut records = LogRecords::new(known.disks[place].id.get());
+    let (tail, visit) = (VerifyScope::Tail, &mut |found: FoundRecord<'_>| {
+        records.take(&found);
+    });
+    scan(medium, log_dir, &known, tail, visit, &mut |_, _| {})?;
+    records.plan(at, &known, newest, &base.options.path, log_dir)
 }

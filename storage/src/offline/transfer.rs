@@ -396,21 +396,17 @@ fn write_raw(
 /// state at an LSN never changes, with three exceptions. Somebody changes the base image behind the
 /// log's back, which shows in its mtime. The disk's records are discarded, which shows in its void
 /// LSN. Or the log is restored from a copy and has got other records since, which shows in the
-/// segments' salts and the times of restores in place.
+/// segments' salts.
 fn origin(view: &View) -> Result<String> {
     let (mut disk, mut since) = (0, 0);
     if let Some((control, place)) = &view.log {
-        let (control, entry) = (&control.control, &control.control.disks[*place]);
+        let entry = &control.control.disks[*place];
         let last = view.live.iter().find(|live| live.last.lsn >= view.last_lsn);
         let salt = last.map(|live| Candidate::of(&live.segment)).transpose()?;
         let salt = salt.map_or(0, |last| last.header.salt.get());
         disk = u128::from_be_bytes(entry.disk);
         since = crc32c::crc32c(&salt.to_le_bytes());
         since = crc32c::crc32c_append(since, entry.void_lsn.as_bytes());
-        let rewinds = control.rewinds_of(entry.id.get());
-        for rewind in rewinds.filter(|rewind| rewind.at.get() <= view.last_lsn) {
-            since = crc32c::crc32c_append(since, rewind.as_bytes());
-        }
     }
     let metadata = view.base.file.host().and_then(|file| file.metadata().ok());
     let base = metadata

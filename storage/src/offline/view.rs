@@ -115,11 +115,12 @@ impl LocatedDisk {
             access: log_using,
             ..directory_to_read(log_dir, threads)
         };
-        let (scan, unapplied) = read_log_until(&medium, log_dir, &control.control, u64::MAX)?;
+        let known = &mut control.control;
+        let (scan, unapplied) = read_log_until(&medium, log_dir, known, u64::MAX)?;
         let place = base.find(&control, log_dir, &unapplied)?;
-        let newest = scan.newest(&control.control);
+        let newest = scan.newest(&control.control).lsn;
         let no_past = match access {
-            Access::Read => base.without_past(&mut control, place, newest.lsn)?,
+            Access::Read => base.without_past(&mut control, place, newest)?,
             // The control file will be written.
             _ => {
                 end_past(&base, place, &mut control, newest)?;
@@ -131,7 +132,7 @@ impl LocatedDisk {
             place,
             medium,
             live: scan.live,
-            last_lsn: control.control.with_rewinds(newest.lsn),
+            last_lsn: newest.max(control.control.newest_change()),
             control,
             unapplied,
         });
@@ -148,18 +149,19 @@ impl LocatedDisk {
         log_dir: &Path,
         threads: Option<NonZeroUsize>,
     ) -> Result<Self> {
-        let control = existing_log(log_dir, Access::LogRead)?;
+        let mut control = existing_log(log_dir, Access::LogRead)?;
         let base = OpenBase::open_as_is(options, Access::Read, true)?;
         let place = find_lost(&base, &control, log_dir)?;
         base.refuse_other_size(&control.control.disks[place], log_dir)?;
         let medium = directory_to_read(log_dir, threads);
-        let (scan, unapplied) = read_log_until(&medium, log_dir, &control.control, u64::MAX)?;
+        let known = &mut control.control;
+        let (scan, unapplied) = read_log_until(&medium, log_dir, known, u64::MAX)?;
         let log = Some(LocatedLog {
             no_past: None,
             place,
             medium,
+            last_lsn: scan.newest(&control.control).lsn,
             live: scan.live,
-            last_lsn: control.control.with_rewinds(scan.last.lsn),
             control,
             unapplied,
         });
@@ -208,7 +210,7 @@ impl LocatedLog {
     pub(crate) fn read_until(&mut self, until: u64) -> Result<()> {
         // Don't keep two indexes in memory.
         self.unapplied.clear();
-        let (dir, control) = (&self.medium.path, &self.control.control);
+        let (dir, control) = (&self.medium.path, &mut self.control.control);
         self.last_lsn = self.last_lsn.min(until);
         let (scan, unapplied) = read_log_until(&self.medium, dir, control, until)?;
         (self.live, self.unapplied) = (scan.live, unapplied);

@@ -102,11 +102,15 @@ impl LogReplay {
         let (sector, sectors) = (descriptor.sector.get(), descriptor.sectors.get());
         let disk_id = descriptor.disk_id.get();
         let disk = self.disks.get_mut(&disk_id);
-        let Some(disk) = disk.filter(|disk| disk.has(sector, sectors)) else {
+        let changes = descriptor
+            .kind()
+            .is_some_and(DescriptorKind::changes_sectors);
+        let Some(disk) = disk.filter(|disk| !changes || disk.has(sector, sectors)) else {
             self.stray.get_or_insert(lsn);
             return;
         };
-        if self.timelines.of(disk_id).has(lsn) || planted(Mutant::RecoveryAcceptsStale) {
+        let counts = self.timelines.of(disk_id).has(lsn) || planted(Mutant::RecoveryAcceptsStale);
+        if counts && changes {
             let place = place(descriptor, lsn, found.segment, found.offset);
             disk.extents.add(sector, sectors, place);
         }
@@ -139,7 +143,7 @@ pub(crate) fn place(
     segment: &Arc<Segment>,
     offset: u64,
 ) -> Location {
-    match DescriptorKind::from_raw(descriptor.kind.get()) {
+    match descriptor.kind() {
         Some(DescriptorKind::Write) => Location::Log {
             segment: segment.clone(),
             offset,
@@ -154,43 +158,50 @@ pub(crate) fn place(
 /// The unapplied records of all disks that have any, by disk id.
 pub(crate) type UnappliedByDisk = HashMap<u32, UnappliedRecords>;
 
-/// Reads the log: what it holds, and where the newest bytes of each disk are.
+/// Reads the log as of LSN `until`: what it holds, and where the newest bytes of each disk are.
+/// `control` learns the rewinds.
 pub(crate) fn read_log(
     medium: &dyn Medium,
     log_dir: &Path,
-    control: &Control,
-    verify: VerifyScope,
+    control: &mut Control,
+    (until, verify): (u64, VerifyScope),
     progress: Progress<'_>,
 ) -> Result<(Scan, UnappliedByDisk)> {
-    let until = u64::MAX;
-    read(
-        medium,
-        log_dir,
-        control,
-        until,
-        verify,
-        &mut |_| {},
-        progress,
-    )
+    let until = until.saturating_add(u64::from(planted(Mutant::PointReadsNewer)));
+    let (scan, disks) = loop {
+        let mut disks = LogReplay::of(control, until);
+        let visit = &mut |found: FoundRecord<'_>| {
+            if found.lsn <= until {
+                disks.take(&found);
+            }
+        };
+        let scan = scan::scan(medium, log_dir, control, verify, visit, progress)?;
+        let known = scan.rewinds == control.rewinds;
+        control.rewinds.clone_from(&scan.rewinds);
+        // Which records count was unknown while they were read.
+        if known {
+            break (scan, disks);
+        }
+    };
+    let indexes = disks.finish(log_dir)?;
+    // Blocks overwritten by later records don't matter.
+    let mut scan = scan;
+    scan.damaged.retain(|damaged| {
+        let needed = |unapplied: &UnappliedRecords| damaged.is_needed(&unapplied.extents);
+        indexes.get(&damaged.disk_id).is_some_and(needed)
+    });
+    Ok((scan, indexes))
 }
 
-/// As [`read_log`], but as of LSN `until`, and verifies only what it takes to find the log's end.
+/// As [`read_log`], and verifies only what it takes to find the log's end.
 pub(crate) fn read_log_until(
     medium: &dyn Medium,
     log_dir: &Path,
-    control: &Control,
+    control: &mut Control,
     until: u64,
 ) -> Result<(Scan, UnappliedByDisk)> {
-    let (verify, progress) = (VerifyScope::Tail, &mut |_, _| {});
-    read(
-        medium,
-        log_dir,
-        control,
-        until,
-        verify,
-        &mut |_| {},
-        progress,
-    )
+    let scope = (until, VerifyScope::Tail);
+    read_log(medium, log_dir, control, scope, &mut |_, _| {})
 }
 
 /// The extents of one disk's records whose LSNs are `wanted`. These need not be the state at any
@@ -220,34 +231,6 @@ pub(crate) fn read_records(
         &mut |_, _| {},
     )?;
     extents.finish()
-}
-
-/// Calls `visit` with each record of the log, too.
-fn read(
-    medium: &dyn Medium,
-    log_dir: &Path,
-    control: &Control,
-    until: u64,
-    verify: VerifyScope,
-    visit: &mut dyn FnMut(&FoundRecord<'_>),
-    progress: Progress<'_>,
-) -> Result<(Scan, UnappliedByDisk)> {
-    let until = until.saturating_add(u64::from(planted(Mutant::PointReadsNewer)));
-    let mut disks = LogReplay::of(control, until);
-    let visit = &mut |found: FoundRecord<'_>| {
-        visit(&found);
-        if found.lsn <= until {
-            disks.take(&found);
-        }
-    };
-    let mut scan = scan::scan(medium, log_dir, control, verify, visit, progress)?;
-    let indexes = disks.finish(log_dir)?;
-    // Blocks overwritten by later records don't matter.
-    scan.damaged.retain(|damaged| {
-        let needed = |unapplied: &UnappliedRecords| damaged.is_needed(&unapplied.extents);
-        indexes.get(&damaged.disk_id).is_some_and(needed)
-    });
-    Ok((scan, indexes))
 }
 
 /// Reads one disk's extents from a log in use, up to LSN `until`. `segments`: see [`read_live`].
@@ -284,37 +267,17 @@ pub(crate) fn read_for_recovery(
     control: &mut ControlFile,
     progress: Progress<'_>,
 ) -> Result<(Scan, UnappliedByDisk)> {
-    read_durable(medium, log_dir, control, &mut |_| {}, progress)
-}
-
-/// As [`read_for_recovery`], and calls `visit` with each record of the log.
-pub(crate) fn read_durable(
-    medium: &dyn Medium,
-    log_dir: &Path,
-    control: &mut ControlFile,
-    visit: &mut dyn FnMut(&FoundRecord<'_>),
-    progress: Progress<'_>,
-) -> Result<(Scan, UnappliedByDisk)> {
     control.confirm()?;
     for (_, segment) in medium.segments()? {
         let dropped = segment.file.drop_cache();
         dropped.map_err(|e| Error::io("sync the log segment", &segment.path, e))?;
     }
-    let (until, verify) = (u64::MAX, VerifyScope::Tail);
-    let read = read(
-        medium,
-        log_dir,
-        &control.control,
-        until,
-        verify,
-        visit,
-        progress,
-    );
-    let (scan, unapplied) = read?;
+    let (known, scope) = (&mut control.control, (u64::MAX, VerifyScope::Tail));
+    let (scan, unapplied) = read_log(medium, log_dir, known, scope, progress)?;
     // Everything read is on the medium. The next write of the control file records that, so that
     // later damage to the last batch is not taken for a torn write, and the headers in void
     // segments are no longer needed as proof.
-    let durable_lsn = &mut control.control.durable_lsn;
+    let durable_lsn = &mut control.control.header.durable_lsn;
     *durable_lsn = U64::new(scan.read_to.max(durable_lsn.get()));
     if let Some(first) = scan.damaged.first() {
         let (count, dir) = (scan.damaged.len(), log_dir.display());
@@ -327,13 +290,13 @@ pub(crate) fn read_durable(
     Ok((scan, unapplied))
 }
 
-/// Gives each disk its part of the log, and makes the log's end durable. `keeps_history`: the log
-/// keeps its records. Also returns the segments that hold no part of the log.
+/// Gives each disk its part of the log, and makes the log's end durable. `keeps_records`: they stay
+/// in the log. Also returns the segments that hold no part of the log.
 pub(crate) fn recover(
     control: &mut ControlFile,
     states: &[Arc<DiskState>],
     (mut scan, mut indexes): (Scan, UnappliedByDisk),
-    keeps_history: bool,
+    keeps_records: bool,
 ) -> Result<(Scan, Vec<Arc<Segment>>)> {
     // Unless the log keeps its records, freeze the indexes at once. The first checkpoint then
     // copies exactly what was recovered, whatever is written in the meantime, and so needs no room
@@ -342,7 +305,7 @@ pub(crate) fn recover(
         if let Some(unapplied) = indexes.remove(&state.id) {
             let mut index = state.index_mut();
             index.active = unapplied.extents;
-            if !keeps_history {
+            if !keeps_records {
                 index.freeze();
             }
             state.last_lsn.store(unapplied.last_lsn, Ordering::Release);

@@ -24,7 +24,9 @@ use zerocopy::little_endian::U64;
 use crate::catalog::control::{ControlFile, unknown_version};
 use crate::catalog::rewind::Timelines;
 use crate::error::{Error, ErrorKind, Result};
-use crate::format::{BLOCK, BatchHeader, Control, DecodeResult, Descriptor, SegmentHeader};
+use crate::format::{
+    BLOCK, BatchHeader, Control, DecodeResult, Descriptor, DescriptorKind, Rewind, SegmentHeader,
+};
 use crate::index::{ExtentMap, Location};
 use crate::log::clock::passed_between;
 use crate::log::commit::Commit;
@@ -55,9 +57,10 @@ pub(crate) struct Scan {
     pub max_sequence: u64,
     /// The last record of the log, and when its batch was built.
     pub last: Commit,
-    /// The last record that was read. The checkpoint may be past it, with an LSN that a rewind or a
-    /// new image has taken.
+    /// The last record that was read. The checkpoint may be past it, if its segment was recycled.
     pub read_to: u64,
+    /// The rewinds that the base images have not passed, in the order of their LSNs.
+    pub rewinds: Vec<Rewind>,
     /// Microseconds that have certainly passed from the oldest batch to the newest.
     pub passed: u64,
     /// The record at the [horizon](Control::horizon); if it has left the log, its LSN with the
@@ -95,14 +98,13 @@ impl Scan {
             self.max_lsn.max(self.last.lsn)
         };
         debug_assert!(
-            control.control.durable_lsn >= self.read_to,
+            control.control.header.durable_lsn >= self.read_to,
             "what was read is on the medium"
         );
         let next_cid = self.max_cid + 1;
         let next_lsn = if planted(Mutant::LsnRestart) {
             seen + 1
         } else {
-            // A disk that came with another image has taken an LSN.
             control.control.header.next_lsn.get().max(seen + 1)
         };
         let note = |control: &mut Control| {
@@ -154,7 +156,7 @@ impl Scan {
     /// The newest state of the log's disks.
     pub(crate) fn newest(&self, control: &Control) -> Commit {
         Commit {
-            lsn: control.with_rewinds(self.last.lsn),
+            lsn: self.last.lsn.max(control.newest_change()),
             ..self.last
         }
     }
@@ -210,7 +212,8 @@ pub(crate) struct FoundRecord<'a> {
     /// Whether the base image has the record (at or below the checkpoint LSN), or the record was
     /// discarded.
     pub in_base: bool,
-    /// Whether the record counts: it is not in the base image, and no rewind has undone it.
+    /// Whether the record counts: it changes sectors of its disk, is not in the base image, and no
+    /// rewind has undone it.
     pub counts: bool,
     /// Whether the payload is damaged, as far as it was verified.
     pub damaged: bool,
@@ -228,7 +231,7 @@ impl FoundRecord<'_> {
 
     /// Whether this is a mark, which changes no disk.
     pub(crate) fn is_mark(&self) -> bool {
-        self.batch.is_mark(self.descriptor)
+        self.descriptor.kind() == Some(DescriptorKind::Mark)
     }
 }
 
@@ -238,6 +241,9 @@ pub(crate) type Visitor<'a> = &'a mut dyn FnMut(FoundRecord<'_>);
 /// Reads the whole log in `dir` and calls `visit` for each record in segments in use, in LSN order.
 /// Changes nothing. Calls `progress` after each segment. `verify` affects only what is found out
 /// about damage.
+///
+/// Which records count depends on rewinds that follow them. `control` has those that are known
+/// already; if the scan finds [others](Scan::rewinds), the caller reads the log again with them.
 ///
 /// # Errors
 /// [`ErrorKind::Damaged`] if acknowledged records are missing or a segment file is truncated.
@@ -278,7 +284,8 @@ pub(crate) fn scan(
         candidates: &candidates,
         control,
         timelines: control.timelines(u64::MAX),
-        durable: durable_at_horizon(control),
+        // Whatever the images may hold was durable.
+        durable: control.horizon().min(root.durable_lsn.get()),
         last: Vec::new(),
         held: VecDeque::new(),
         visit,
@@ -360,7 +367,7 @@ pub(crate) fn scan(
     // This comes last: which summaries are trusted must not depend on what an earlier recovery
     // found.
     if !planted(Mutant::DurableLsnIgnored) {
-        taker.durable = taker.durable.max(control.durable_lsn.get());
+        taker.durable = taker.durable.max(root.durable_lsn.get());
     }
     taker.settle(&mut scan);
     // Batches still held were never durable; the log ends before them.
@@ -401,6 +408,20 @@ pub(crate) fn scan(
             ),
         ));
     }
+    let possible = |rewind: &&Rewind| (checkpoint_lsn..rewind.at).contains(&rewind.to);
+    if let Some(wrong) = scan.rewinds.iter().find(|rewind| !possible(rewind)) {
+        return Err(Error::new(
+            ErrorKind::Damaged,
+            format!(
+                "{}: record {} restores disk {} to LSN {}, which the log does not have; restore \
+                 the log from a copy",
+                dir.display(),
+                wrong.at,
+                wrong.disk_id,
+                wrong.to
+            ),
+        ));
+    }
     if passed {
         // Everything in the segments is in the base images, and the next segment follows the
         // checkpoint.
@@ -415,16 +436,15 @@ pub(crate) fn scan(
     Ok(scan)
 }
 
-/// The newest record up to the horizon: whatever the images may hold was durable. The horizon may
-/// be the LSN of a rewind or of a new image, and a torn record, dropped before, may have that LSN
-/// too.
-fn durable_at_horizon(control: &Control) -> u64 {
-    let horizon = control.without_rewinds(control.horizon());
-    match control.durable_lsn.get() {
-        // A program that did not know it wrote the control file.
-        0 => horizon,
-        durable => horizon.min(durable),
-    }
+/// Reads the log to learn its rewinds.
+///
+/// # Errors
+/// As [`scan`].
+pub(crate) fn learn_rewinds(medium: &dyn Medium, dir: &Path, control: &mut Control) -> Result<()> {
+    let verify = VerifyScope::Tail;
+    let scan = scan(medium, dir, control, verify, &mut |_| {}, &mut |_, _| {})?;
+    control.rewinds = scan.rewinds;
+    Ok(())
 }
 
 /// Sorts segment files into those that claim to be part of the log, free ones, and those with an
@@ -590,10 +610,22 @@ impl LogAssembler<'_> {
                 planted(Mutant::RecoveryAcceptsStale),
             );
             let in_base = lsn <= self.control.applied_lsn(disk_id) && !stale;
-            let counts = self.timelines.of(disk_id).has(lsn) || stale;
+            let kind = descriptor.kind();
+            let counts = kind.is_some_and(DescriptorKind::changes_sectors)
+                && (self.timelines.of(disk_id).has(lsn) || stale);
+            if kind == Some(DescriptorKind::Rewind)
+                && lsn > self.control.header.checkpoint_lsn.get()
+            {
+                let to = descriptor.sector.get();
+                scan.rewinds.push(Rewind {
+                    disk_id,
+                    to,
+                    at: lsn,
+                });
+            }
             let wrong = wrong.iter().filter(|block| blocks.contains(block));
             let damaged = wrong.clone().next().is_some();
-            if counts && !header.is_mark(descriptor) {
+            if counts {
                 scan.records += 1;
                 scan.payload_bytes += len;
                 scan.damaged.extend(wrong.map(|block| {

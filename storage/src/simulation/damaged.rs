@@ -96,9 +96,9 @@ impl History {
     /// damaged.
     fn scanned(&self, verify: VerifyScope) -> Option<(u64, u64, u64)> {
         let medium = &self.fixture.medium;
-        let control = control_of(medium).ok()?;
-        let progress = &mut |_, _| {};
-        let read = read_log(medium, Path::new(LOG), &control.control, verify, progress);
+        let mut control = control_of(medium).ok()?.control;
+        let (scope, progress) = ((u64::MAX, verify), &mut |_, _| {});
+        let read = read_log(medium, Path::new(LOG), &mut control, scope, progress);
         read.map(|(scan, _)| (scan.last.lsn, scan.records, scan.batches))
             .ok()
     }
@@ -108,7 +108,7 @@ impl History {
         let control = control_of(&self.fixture.medium).map_err(|error| error.to_string())?;
         let root = control.control.header;
         let mut durable = root.checkpoint_lsn.get().max(root.copying_lsn.get());
-        durable = durable.max(control.control.durable_lsn.get());
+        durable = durable.max(control.control.header.durable_lsn.get());
         let segments = self.fixture.medium.lock().segments();
         for (_, bytes) in segments {
             for at in (BLOCK..bytes.len()).step_by(BLOCK) {

@@ -16,7 +16,7 @@ use crate::catalog::retention::Retention;
 use crate::disk::handle::Disk;
 use crate::format::{Control, ControlHeader, DecodeResult, DiskEntry, decode_spill_map};
 use crate::history::keeper::Keeper;
-use crate::log::clock::{ClockReading, LogClock};
+use crate::log::clock::LogClock;
 use crate::log::committer::Leader;
 use crate::log::group::Group;
 use crate::log::state::Log;
@@ -237,12 +237,15 @@ impl Fixture {
     pub(super) fn rewind(&self, disk: usize, to: u64) -> crate::Result<RewindReport> {
         let (log, image) = (Path::new(LOG), DiskOptions::new(self.image(disk)));
         let _files = self.medium.enter();
-        let mut control = open_control(log, Access::Log)?;
+        let control = open_control(log, Access::Log)?;
         let base = OpenBase::open(&image, Access::Write, Path::new(LOG), true)?;
-        // At the time of the newest record, as if the clock was never set, so that a seed
-        // reproduces one run.
-        let (at, now) = (Point::Lsn(to), ClockReading::default());
-        rewind(&self.medium, log, &mut control, &base, at, now)
+        rewind(
+            Box::new(self.medium.clone()),
+            log,
+            control,
+            base,
+            Point::Lsn(to),
+        )
     }
 
     /// The path of a disk's image.
@@ -367,8 +370,7 @@ impl RunningStore {
 
     /// The LSN of the newest point of the disks.
     pub(super) fn newest_point(&self) -> u64 {
-        let newest = self.log().lock().pipeline.appended();
-        self.keeper.control.control.with_rewinds(newest)
+        self.log().lock().pipeline.appended()
     }
 
     /// Lets the log's writer take one step.
@@ -607,7 +609,7 @@ fn a_run_with_a_clock_that_is_ahead_spoils_no_time() {
         let mut running = fixture.open(false, CommitWait::NONE).unwrap();
         running.keeper.step(false).unwrap();
         if run == 1 {
-            let ahead = ClockReading::now().wall + YEAR;
+            let ahead = crate::log::clock::ClockReading::now().wall + YEAR;
             running.disks[0].log.lock().clock = LogClock::stopped(ahead);
         }
         let mut port = running.disks[0].open_port().unwrap();

@@ -473,7 +473,12 @@ impl History {
                     .change_history(|control| Snapshot::remove(pin.name, control))?
             }
         }
-        if self.random.one_in(if self.keeps { 2 } else { 6 }) {
+        let wanted = self.random.one_in(if self.keeps { 2 } else { 6 });
+        let state = running.log().lock();
+        // A full log has no room for the mark of a disk with another image.
+        let marked = state.pipeline.durable() < state.pipeline.appended();
+        drop(state);
+        if wanted && !marked {
             self.snapshot(&mut running)?;
         }
         Ok(running)
@@ -568,7 +573,7 @@ impl History {
         let control = control.map_err(|error| format!("the control file: {error}"))?;
         let left = control.unconfirmed.as_ref().is_some_and(has_kept_point);
         self.totals.points_left += u64::from(left);
-        self.settle(&control.control, false);
+        self.oracle.settle();
         // Recovery loses power too, up to twice.
         for _ in 0..self.random.below(3) {
             let (ticks, control) = (self.random.below(20), self.random.one_in(6));
@@ -594,7 +599,6 @@ impl History {
                 if kept {
                     self.expect_written();
                 }
-                self.settle(&running.keeper.control.control, true);
                 let _ = running.keeper.step(true);
             }
             let failed = self.fixture.medium.lock().failed;
@@ -650,9 +654,6 @@ impl History {
     /// next incarnation begins there: after a power cut, after a kill, or at once in the opened
     /// log, which is then returned.
     fn judge(&mut self, kept: bool) -> Result<Option<RunningStore>, Violation> {
-        let control = control_of(&self.fixture.medium);
-        let control = control.map_err(|error| format!("the control file: {error}"))?;
-        self.settle(&control.control, false);
         self.look_back()?;
         let rewound = self.rewind(kept)?;
         self.find_marks()?;
@@ -717,7 +718,11 @@ impl History {
         }
         // Not `next_lsn - 1`: a rewind may get the LSN of a record that was lost, which is no
         // longer that of a point.
-        self.past.push((running.newest_point(), found.clone()));
+        // The mark of a disk with another image is not durable yet.
+        let newest = running.newest_point();
+        if running.log().lock().pipeline.durable() == newest {
+            self.past.push((newest, found.clone()));
+        }
         let written = self.oracle.written;
         self.oracle = Oracle::new(found);
         self.oracle.written = written;

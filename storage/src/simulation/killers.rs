@@ -1,8 +1,8 @@
 //! Which seeds notice each planted fault, so that nobody has to search for them.
 //!
 //! A change of the store may change what seeds do. If a fault survives all of its seeds then, or
-//! has none yet, its test fails, and with `WALVISOR_SEARCH_MUTANTS=1` searches: it prints the rows
-//! to put here, and fails only if no seed notices a fault. `WALVISOR_SEED=N` searches from N.
+//! has none yet, its test fails, and with `WALVISOR_SEARCH_MUTANTS=1`, or a fault's name, searches: it
+//! prints the rows to put here, and fails only if no seed notices a fault. `WALVISOR_SEED=N` searches from N.
 
 use std::fmt::Write;
 use std::ops::Range;
@@ -36,7 +36,7 @@ pub(super) const HISTORIES: Killers = Killers {
         (Mutant::BaseSyncTooEarly, &[5, 6, 7]),
         (Mutant::CopyBeforeDurable, &[1, 4, 10]),
         (Mutant::StripeUnread, &[31, 45, 77]),
-        (Mutant::RecycleEarly, &[2567, 3039, 3171]),
+        (Mutant::RecycleEarly, &[5850, 6651, 6745]),
         (Mutant::ReuseSalt, &[1, 2, 3]),
         (Mutant::LsnRestart, &[2, 4, 13]),
         (Mutant::ChecksumBeforeCopy, &[1, 2, 3]),
@@ -216,13 +216,23 @@ impl Killers {
 
     /// The same with what is `broken` by the run of a seed.
     pub(super) fn assert_all(&self, broken: impl Fn(u64) -> Option<Violation> + Sync) {
-        let searches = std::env::var_os("WALVISOR_SEARCH_MUTANTS").is_some();
+        let search = std::env::var("WALVISOR_SEARCH_MUTANTS").ok();
+        let searches = search.is_some();
+        // Other than 1: the name of the only one.
+        let only = search.filter(|search| search != "1");
+        let is_meant = |mutant: Mutant| {
+            let mut only = only.iter();
+            only.all(|only| format!("{mutant:?}") == *only)
+        };
         let first = std::env::var("WALVISOR_SEED").ok();
         let first = first.map(|seed| seed.parse().expect("WALVISOR_SEED is a number"));
         let first = first.unwrap_or(self.seeds.start);
         let seeds = first..first + self.seeds.end - self.seeds.start;
-        let mut noticed = on_all_cores(0..self.rows.len() as u64, |number| {
-            let (mutant, known) = self.rows[number as usize];
+        let numbers = 0..self.rows.len();
+        let numbers: Vec<_> = numbers.filter(|at| is_meant(self.rows[*at].0)).collect();
+        let mut noticed = on_all_cores(0..numbers.len() as u64, |at| {
+            let number = numbers[at as usize];
+            let (mutant, known) = self.rows[number];
             let breaks = |seed| {
                 let _clock = SteppedClock::start();
                 PLANTED.set(Some(mutant));
@@ -235,7 +245,7 @@ impl Killers {
             } else {
                 known.iter().copied().find_map(breaks).into_iter().collect()
             };
-            vec![(number as usize, killers)]
+            vec![(number, killers)]
         });
         noticed.sort_by_key(|(number, _)| *number);
         let (mut survivors, mut rows) = (Vec::new(), String::new());

@@ -8,8 +8,7 @@ use crate::error::ErrorKind;
 use crate::format::{BLOCK, CONTROL_SLOT};
 use crate::mutant::{Mutant, PLANTED};
 use crate::recovery::contents::VerifyScope;
-use crate::recovery::replay::{UnappliedByDisk, read_log_until};
-use crate::recovery::scan::{FoundRecord, Scan, scan};
+use crate::recovery::scan::{FoundRecord, scan};
 use crate::{BackendQueue, CommitWait, Operation, Retention};
 
 /// How a log is left before its last batch is damaged.
@@ -213,56 +212,4 @@ fn a_cut_recovery_and_a_rotten_slot_do_not_turn_a_durable_batch_into_a_torn_one(
     let forgotten = forgotten_proofs();
     PLANTED.set(None);
     assert!(forgotten > 0);
-}
-
-/// A log whose last record is torn, if the power cut of this seed tears it.
-fn torn(seed: u64) -> Option<Fixture> {
-    let mut fixture = Fixture::new(World::new(seed), Shape::one_disk(64, 8));
-    fixture.retain = Retention::All;
-    let mut running = fixture.open(false, CommitWait::NONE).unwrap();
-    write(&mut running, 1);
-    write(&mut running, 2);
-    running.finish_writer();
-    let mut port = running.disks[0].open_port().unwrap();
-    let data = filled(3, 8);
-    fixture.medium.lock().ticks = Some(1);
-    port.submit(1, Operation::Write { sector: 8, data });
-    port.submit(2, Operation::Flush);
-    port.kick();
-    (0..10).for_each(|_| running.step_writer());
-    fixture.medium.lock().cut_power();
-    drop((port, running));
-    fixture.lose_power();
-    let (scan, _) = read(&fixture).unwrap();
-    (scan.torn_tail && scan.max_lsn > scan.last.lsn).then_some(fixture)
-}
-
-fn read(fixture: &Fixture) -> crate::Result<(Scan, UnappliedByDisk)> {
-    let control = control_of(&fixture.medium)?.control;
-    read_log_until(&fixture.medium, Path::new(LOG), &control, u64::MAX)
-}
-
-/// A restore in place takes the torn record's LSN, the images pass it, and the segment stays: only
-/// the LSN of the checkpoint is left of the restore then.
-#[test]
-fn a_torn_record_whose_lsn_a_restore_took_is_not_taken_for_damage() {
-    let torn: Vec<Fixture> = (1..200).filter_map(torn).collect();
-    assert!(torn.len() > 8, "{} are torn", torn.len());
-    for fixture in torn {
-        let newest = read(&fixture).unwrap().0.last.lsn;
-        let restored = fixture.rewind(0, newest - 1).unwrap();
-        assert_eq!(restored.lsn, Some(newest + 1));
-        let mut control = control_of(&fixture.medium).unwrap();
-        let passed = control.change_both(|control| {
-            control.set_checkpoint(newest + 1);
-            control.header.copying_lsn = (newest + 1).into();
-        });
-        passed.unwrap();
-        for _ in 0..2 {
-            let (scan, _) = read(&fixture).unwrap();
-            assert!(scan.batches < 3, "the torn one is no part of the log");
-            drop(scan);
-            drop(fixture.open(false, CommitWait::NONE).unwrap());
-        }
-    }
 }

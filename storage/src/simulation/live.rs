@@ -483,7 +483,7 @@ impl History {
         let time = commits[some].unix_us;
         let last = commits.iter().rev().find(|commit| commit.unix_us <= time);
         let last = last.map_or(0, |commit| commit.lsn);
-        Ok(Some((time, control.with_rewinds_until(last, time))))
+        Ok(Some((time, last)))
     }
 
     /// Whether a look shows what it must.
@@ -585,12 +585,12 @@ impl History {
             Ok(_) => {
                 trace(|| format!("disk {disk} is restored in place to LSN {to}"));
                 self.totals.live_rewinds += 1;
-                self.oracle.restored(disk, to, &then, Some(true));
+                self.oracle.restored(disk, &then, Some(true));
             }
             Err(_) if marked => {
                 self.totals.live_rewinds_cut += u64::from(unknown);
                 let counts = if unknown { None } else { Some(false) };
-                self.oracle.restored(disk, to, &then, counts);
+                self.oracle.restored(disk, &then, counts);
             }
             Err(_) => {}
         }
@@ -746,18 +746,6 @@ impl History {
         running.places.push(disk);
         clients.reopen(running, disk);
         Ok(())
-    }
-
-    /// Whether a restore in place that a fault has cut counts. `certain`: this is now known.
-    pub(super) fn settle(&mut self, control: &Control, certain: bool) {
-        let Some(index) = self.oracle.doubtful() else {
-            return;
-        };
-        let at = self.first_lsn + index as u64;
-        // Once the base images have passed it, it is not in the control file any more.
-        if control.header.checkpoint_lsn.get() < at {
-            self.oracle.settle(control.is_rewind(at), certain);
-        }
     }
 
     /// Whether the log has a snapshot of a disk at an LSN, of those that it must have.

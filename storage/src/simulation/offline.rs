@@ -32,6 +32,7 @@ use crate::offline::members::{leave_log, move_to_log};
 use crate::offline::open::open_log;
 use crate::offline::view::View;
 use crate::recovery::replay::read_log_until;
+use crate::recovery::scan::learn_rewinds;
 use crate::{CommitWait, StoreOptions};
 
 /// The directory of the other log. Its name sorts after that of the history's log.
@@ -159,12 +160,15 @@ impl History {
         Ok(ran)
     }
 
-    /// The control file of the log.
+    /// The control file of the log, with the rewinds in its records.
     fn control(&self) -> std::result::Result<Control, Violation> {
-        let control = control_of(&self.fixture.medium);
-        control
-            .map(|control| control.control)
-            .map_err(|error| format!("the control file: {error}"))
+        let medium = &self.fixture.medium;
+        let read = control_of(medium).and_then(|control| {
+            let mut control = control.control;
+            learn_rewinds(medium, Path::new(LOG), &mut control)?;
+            Ok(control)
+        });
+        read.map_err(|error| format!("the control file: {error}"))
     }
 
     fn resize_log(&mut self, kept: bool) -> std::result::Result<(), Violation> {
@@ -501,12 +505,12 @@ impl History {
 
     /// Whether the image of a disk has everything, and nothing has opened it since.
     fn is_complete(&self, disk: usize) -> std::result::Result<bool, Violation> {
-        let control = self.control()?;
-        let Some(entry) = self.fixture.entry(&control, disk) else {
+        let mut control = self.control()?;
+        let Some(entry) = self.fixture.entry(&control, disk).copied() else {
             return Ok(false);
         };
         let medium = &self.fixture.medium;
-        let read = read_log_until(medium, Path::new(LOG), &control, u64::MAX);
+        let read = read_log_until(medium, Path::new(LOG), &mut control, u64::MAX);
         let (_, records) = read.map_err(|error| format!("reading the log: {error}"))?;
         let path = self.fixture.image(disk);
         let world = medium.lock();

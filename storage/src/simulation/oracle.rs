@@ -41,9 +41,8 @@ struct Effect {
 /// A restore in place of a disk in use.
 #[derive(Clone, Debug)]
 struct PendingRestore {
-    to: u64,
     contents: Arc<[u32]>,
-    /// Otherwise there is only its mark.
+    /// Otherwise a mark is in its place.
     counts: bool,
 }
 
@@ -109,7 +108,8 @@ pub(super) struct Oracle {
     pub excused: u64,
     /// How many of those failed.
     pub refused: u64,
-    /// The index of a restore of a disk in use that may or may not count.
+    /// The index of a restore of a disk in use that nobody sees while the process lives, because the
+    /// log failed. If its record is durable, it counts from then on.
     doubtful: Option<usize>,
 }
 
@@ -143,10 +143,11 @@ impl Oracle {
     /// The marks, in order: the index of each, its text, and whether it must survive.
     pub(super) fn marks(&self) -> impl Iterator<Item = (usize, MarkText, bool)> {
         let marks = self.order.iter().enumerate();
-        let marks = marks.filter(|(_, change)| change.sectors == 0);
+        let restores = |change: &Effect| change.restore.as_ref().is_some_and(|one| one.counts);
+        let marks = marks.filter(move |(_, change)| change.sectors == 0 && !restores(change));
         marks.map(|(index, mark)| {
             let text = match &mark.restore {
-                Some(restore) => format!("restored in place as of LSN {}", restore.to),
+                Some(_) => "given up".to_owned(),
                 None if mark.value == 0 => "a disk has another image".to_owned(),
                 None => format!("mark {}", mark.value),
             };
@@ -156,19 +157,11 @@ impl Oracle {
     }
 
     /// Records a restore in place of a disk in use, which has an LSN. It is durable if it counts.
-    /// `counts` is `None` if nobody knows.
-    pub(super) fn restored(
-        &mut self,
-        disk: usize,
-        to: u64,
-        contents: &[u32],
-        counts: Option<bool>,
-    ) {
+    /// `counts` is `None` if its record may be durable, but the log failed.
+    pub(super) fn restored(&mut self, disk: usize, contents: &[u32], counts: Option<bool>) {
         let index = self.order.len();
         let restore = PendingRestore {
-            to,
             contents: contents.into(),
-            // It does not count while the process lives, because the log has failed.
             counts: counts.unwrap_or(false),
         };
         self.order.push(Effect::mark(disk, 0, Some(restore)));
@@ -184,20 +177,12 @@ impl Oracle {
         self.order.push(Effect::mark(disk, 0, None));
     }
 
-    /// The index of the restore of a disk in use that may or may not count.
-    pub(super) fn doubtful(&self) -> Option<usize> {
-        self.doubtful
-    }
-
-    /// Decides whether the doubtful restore counts. `certain`: this is now known.
-    pub(super) fn settle(&mut self, counts: bool, certain: bool) {
-        if let Some(index) = self.doubtful
+    /// The process has ended: a restore whose record is durable counts from now on.
+    pub(super) fn settle(&mut self) {
+        if let Some(index) = self.doubtful.take()
             && let Some(restore) = &mut self.order[index].restore
         {
-            restore.counts = counts;
-        }
-        if certain {
-            self.doubtful = None;
+            restore.counts = true;
         }
     }
 
@@ -450,18 +435,6 @@ impl Oracle {
     }
 
     fn judge_from(&self, floor: usize, found: &ReadableContents) -> Result<usize, Violation> {
-        let judged = self.judge_as_known(floor, found);
-        let Some(restore) = self.doubtful.and_then(|at| self.order[at].restore.clone()) else {
-            return judged;
-        };
-        judged.or_else(|broken| {
-            let mut other = self.clone();
-            other.settle(!restore.counts, true);
-            other.judge_as_known(floor, found).map_err(|_| broken)
-        })
-    }
-
-    fn judge_as_known(&self, floor: usize, found: &ReadableContents) -> Result<usize, Violation> {
         let mut contents = self.start.clone();
         let (must, may) = self.order.split_at(floor);
         must.iter().for_each(|change| change.apply(&mut contents));

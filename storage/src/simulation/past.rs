@@ -7,7 +7,7 @@ use super::fixture::control_of;
 use super::history::History;
 use super::medium::LOG;
 use super::oracle::{DiskContents, RestoredState, Violation, difference, readable, value_of};
-use crate::Buffer;
+use super::trace;
 use crate::error::ErrorKind;
 use crate::format::Control;
 use crate::history::saved::read_saved;
@@ -17,6 +17,7 @@ use crate::offline::dump::text_of;
 use crate::recovery::contents::VerifyScope;
 use crate::recovery::replay::read_log_until;
 use crate::recovery::scan::{FoundRecord, scan};
+use crate::{Buffer, MarkText};
 
 const MINUTE: u64 = 60_000_000;
 
@@ -76,13 +77,14 @@ impl History {
 
     /// The oldest and the newest LSN at which the log has the disks.
     fn span(&self, control: &Control) -> Result<(u64, u64), Violation> {
-        let read = read_log_until(&self.fixture.medium, Path::new(LOG), control, u64::MAX);
+        let mut control = control.clone();
+        let read = read_log_until(&self.fixture.medium, Path::new(LOG), &mut control, u64::MAX);
         let (scan, _) = read.map_err(|error| format!("looking back at a legal crash: {error}"))?;
         let horizon = control
             .header
             .checkpoint_lsn
             .max(control.header.copying_lsn);
-        Ok((horizon.get(), control.with_rewinds(scan.last.lsn)))
+        Ok((horizon.get(), scan.last.lsn))
     }
 
     /// What the oracle knows the disks to have been as of an LSN, which is not before its first
@@ -100,7 +102,8 @@ impl History {
         wanted: &DiskContents,
     ) -> Result<(), Violation> {
         let broken = |error| format!("looking back at a legal crash: {error}");
-        let read = read_log_until(&self.fixture.medium, Path::new(LOG), control, lsn);
+        let mut known = control.clone();
+        let read = read_log_until(&self.fixture.medium, Path::new(LOG), &mut known, lsn);
         let (_, indexes) = read.map_err(broken)?;
         let mut found = bases.clone();
         let files = &self.fixture.medium;
@@ -216,18 +219,25 @@ impl History {
                  showed more than {latest}"
             ));
         }
+        // A recovery that was cut gave an LSN to the state of a disk with another image.
+        let is_of_open = |text: &Option<MarkText>| {
+            let text = text.as_ref().map(MarkText::as_str);
+            text == Some("a disk has another image")
+        };
         for (index, text, durable) in self.oracle.marks() {
             let lsn = self.first_lsn + index as u64;
             let kept = durable && lsn > control.header.checkpoint_lsn.get();
             match found.remove(&lsn) {
                 Some(there) if there.as_ref() == Some(&text) => self.totals.marks += 1,
                 None if !kept => {}
+                Some(there) if !kept && is_of_open(&there) => {}
                 there => return Err(format!("the mark '{text}' at LSN {lsn} is {there:?}")),
             }
         }
-        match found.keys().find(|&&lsn| lsn >= self.first_lsn) {
+        let mut others = found.iter();
+        match others.find(|(lsn, text)| **lsn >= self.first_lsn && !is_of_open(text)) {
             None => Ok(()),
-            Some(lsn) => Err(format!(
+            Some((lsn, _)) => Err(format!(
                 "LSN {lsn} is a mark that nobody wrote: {:?}",
                 found[lsn]
             )),
@@ -274,6 +284,7 @@ impl History {
         }
         let done = self.fixture.rewind(disk as usize, to);
         let crashed = self.fixture.medium.lock().crashed;
+        trace(|| format!("disk {disk} is restored in place to LSN {to}, cut: {crashed}: {done:?}"));
         let disk = disk as usize;
         let restored = |mut state: DiskContents| {
             state[disk].clone_from(&then[disk]);
@@ -296,9 +307,11 @@ impl History {
                 legal.map(restored).collect()
             }
             // There is no such record, or none of the disk, so the number is not a point. Or the
-            // disk's records were discarded, and saved files have what a snapshot needs.
+            // disk's records were discarded, and saved files have what a snapshot needs. Or the log
+            // is full of what must stay.
             Err(error)
                 if error.kind() == ErrorKind::NotFound
+                    || error.is_no_space()
                     || error.kind() == ErrorKind::InvalidInput
                         && self.is_void(&control, disk, to) =>
             {

@@ -503,7 +503,7 @@ fn both_generations_of_a_checkpoint_that_was_cut_are_accepted() {
     let control = cut.log().join("control");
     let mut bytes = std::fs::read(&control).unwrap();
     for slot in bytes.chunks_mut(65536) {
-        slot[96 + 40..96 + 48].copy_from_slice(&next.to_le_bytes());
+        slot[112 + 40..112 + 48].copy_from_slice(&next.to_le_bytes());
         slot[12..16].fill(0);
         let crc = crc32c::crc32c(slot);
         slot[12..16].copy_from_slice(&crc.to_le_bytes());

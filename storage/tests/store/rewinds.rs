@@ -3,8 +3,8 @@
 use std::time::{SystemTime, UNIX_EPOCH};
 
 use walvisor_storage::{
-    DiskOptions, ErrorKind, Point, Retention, Store, StoreOptions, Tracked, dump_records, inspect,
-    leave_log, move_to_log, resize_disk, rewind_disk,
+    DiskOptions, ErrorKind, Point, RecordKind, Retention, Store, StoreOptions, Tracked,
+    dump_records, inspect, leave_log, move_to_log, resize_disk, rewind_disk,
 };
 
 use crate::bench::{BYTES, Bench, SECTORS};
@@ -158,7 +158,7 @@ fn restores_beside_writers_are_one_moment() {
     bench.close();
 }
 
-/// A restore in use has a mark in the log, what it undid is told as undone, and snapshots that do
+/// A restore is a record of the log, what it undid is told as undone, and snapshots that do
 /// not lead to the disk as it is are no points for changes.
 #[test]
 fn the_log_tells_of_restores() {
@@ -176,16 +176,18 @@ fn the_log_tells_of_restores() {
     refused(bench.disk(0).checkpoint(), "snapshot 'here'");
     bench.back(0, 30);
     bench.close();
-    let (mut marks, mut undone) = (Vec::new(), 0);
+    let (mut restores, mut undone) = (Vec::new(), 0);
     dump_records(&bench.place.log(), &mut |record| {
-        marks.extend(record.text.map(|text| (record.lsn, text.to_string())));
         let (first, lsn) = (record.disk.ends_with("a"), record.lsn);
+        if let RecordKind::Rewind(to) = record.kind {
+            assert!(first);
+            restores.push((lsn, to));
+        }
         assert_eq!(record.undone, first && (31..43).contains(&lsn), "{lsn}");
         undone += u64::from(record.undone);
     })
     .unwrap();
-    let told = |lsn: u64, to: u64| (lsn, format!("restored in place as of LSN {to}"));
-    assert_eq!(marks, [told(21, 12), told(22, 20), told(43, 30)]);
+    assert_eq!(restores, [(21, 12), (22, 20), (43, 30)]);
     assert!(undone > 0);
     bench.check();
 }
@@ -273,22 +275,16 @@ fn a_snapshot_is_a_point_and_stays_one() {
     assert_eq!(bench.horizon(), 0);
 }
 
-/// A checkpoint of everything ends the history, with its restores, and the slot is of the older
-/// version again.
+/// A checkpoint of everything ends the history, with its restores.
 #[test]
 fn a_checkpoint_drops_the_restores() {
-    let version = |bench: &Bench| [8, 65536 + 8].map(|at| bench.control()[at]);
     let mut bench = Bench::new(Retention::All);
     bench.work(30);
-    assert_eq!(version(&bench), [2, 2]);
     bench.back(0, 10);
-    // Both slots know it.
-    assert_eq!(version(&bench), [3, 3]);
     bench.open();
     bench.change(10);
     bench.disk(0).checkpoint().unwrap();
     bench.close();
-    assert!(version(&bench).contains(&2));
     assert_eq!(bench.horizon(), bench.newest);
     bench.check();
     assert!([0, 1].map(|disk| bench.image(disk)) == bench.states[&bench.newest]);
@@ -330,29 +326,83 @@ fn a_disk_with_history_is_not_shrunk_and_does_not_leave() {
     }
 }
 
-/// Of the control file's two slots, either one knows the restore; without both the log is refused.
+/// Either slot of the control file says that the restore, the log's last record, was durable: damage
+/// to it is never taken for a torn write.
 #[test]
-fn damage_in_the_control_file_does_not_bring_back_what_was_undone() {
+fn damage_to_a_restore_does_not_bring_back_what_was_undone() {
     let mut bench = Bench::new(Retention::All);
     bench.work(30);
     bench.back(0, 12);
     let (control, good) = (bench.place.log().join("control"), bench.control());
-    // In the rewind's entry, which follows two disks.
-    let at = 96 + 2 * 624 + 16 + 8;
+    let mut record = None;
+    dump_records(&bench.place.log(), &mut |last| {
+        record = Some((last.segment.to_owned(), last.offset - 4096));
+    })
+    .unwrap();
+    let (segment, batch) = record.unwrap();
     for slot in [0, 65536] {
-        for byte in [0, 8, 16, 24] {
-            flip(&control, slot + at + byte);
-            assert!(bench.exported(0) == bench.states[&12][0], "slot at {slot}");
-            std::fs::write(&control, &good).unwrap();
+        flip(&control, slot + 64);
+        assert!(bench.exported(0) == bench.states[&12][0], "slot at {slot}");
+        // The checksum, the kind, and the LSN that it goes back to.
+        for byte in [12, 96 + 4, 96 + 8] {
+            flip(&segment, batch + byte);
+            let kind = refused(bench.as_of(0, Point::Newest), "");
+            assert_eq!(kind, ErrorKind::Damaged);
+            flip(&segment, batch + byte);
         }
+        std::fs::write(&control, &good).unwrap();
     }
     for slot in [0, 65536] {
-        flip(&control, slot + at);
+        flip(&control, slot + 64);
     }
     let kind = refused(bench.rewind(0, Point::Lsn(5)), "");
     assert_eq!(kind, ErrorKind::Damaged);
     std::fs::write(&control, &good).unwrap();
     bench.check();
+}
+
+/// A restore goes back to an LSN before its own that the images have not passed. With another one,
+/// whatever its checksum, the log is damaged.
+#[test]
+fn impossible_rewinds_are_damage() {
+    let mut bench = Bench::new(Retention::All);
+    bench.open();
+    bench.change(10);
+    bench.disk(0).checkpoint().unwrap();
+    bench.change(20);
+    bench.close();
+    let horizon = bench.horizon();
+    assert!(horizon > 0);
+    let at = bench.back(0, bench.newest - 9).lsn.unwrap();
+    let mut place = None;
+    dump_records(&bench.place.log(), &mut |last| {
+        place = Some((last.segment.to_owned(), last.offset - 4096));
+    })
+    .unwrap();
+    let (segment, batch) = place.unwrap();
+    let whole = std::fs::read(&segment).unwrap()[batch as usize..][..96 + 20].to_vec();
+    for (to, damaged) in [
+        (horizon - 1, true),
+        (horizon, false),
+        (at - 1, false),
+        (at, true),
+        (at + 1, true),
+        (u64::MAX, true),
+    ] {
+        let mut header = whole.clone();
+        header[96 + 8..96 + 16].copy_from_slice(&to.to_le_bytes());
+        header[12..16].fill(0);
+        let crc = crc32c::crc32c(&header);
+        header[12..16].copy_from_slice(&crc.to_le_bytes());
+        put(&segment, batch, &header);
+        match bench.as_of(0, Point::Newest) {
+            Ok(_) => assert!(!damaged, "to {to}"),
+            Err(error) => {
+                assert!(damaged, "to {to}: {error}");
+                assert_eq!(error.kind(), ErrorKind::Damaged, "to {to}");
+            }
+        }
+    }
 }
 
 /// Bytes of a record that rotted are an error of what needs them: not of the disk once they are

@@ -226,10 +226,10 @@ fn print_record(lines: &mut LineWriter, record: &LogRecord<'_>, json: bool) {
         RecordKind::WriteZeroes => "write_zeroes",
         RecordKind::Discard => "discard",
         RecordKind::Mark => "mark",
+        RecordKind::Rewind(_) => "rewind",
     };
     let segment = record.segment.file_name().unwrap_or_default();
     let segment = segment.to_string_lossy();
-    let mark = record.kind == RecordKind::Mark;
     if json {
         let mut object = json!({
             "lsn": record.lsn,
@@ -248,8 +248,10 @@ fn print_record(lines: &mut LineWriter, record: &LogRecord<'_>, json: bool) {
             "undone": record.undone,
             "damaged": record.damaged,
         });
-        if mark {
-            object["text"] = record.text.map(MarkText::as_str).into();
+        match record.kind {
+            RecordKind::Mark => object["text"] = record.text.map(MarkText::as_str).into(),
+            RecordKind::Rewind(to) => object["to_lsn"] = to.into(),
+            _ => {}
         }
         return lines.print(format_args!("{object}\n"));
     }
@@ -257,17 +259,15 @@ fn print_record(lines: &mut LineWriter, record: &LogRecord<'_>, json: bool) {
         0 => "-".to_owned(),
         _ => format!("{segment}+{}", record.offset),
     };
-    let number = |number: u64| {
-        if mark {
-            "-".to_owned()
-        } else {
-            number.to_string()
-        }
+    let number = |number: u64| match record.kind {
+        RecordKind::Mark | RecordKind::Rewind(_) => "-".to_owned(),
+        _ => number.to_string(),
     };
-    let what = if mark {
-        record.text.map(shown).unwrap_or_default()
-    } else {
-        record.disk.display().to_string()
+    let disk = record.disk.display();
+    let what = match record.kind {
+        RecordKind::Mark => record.text.map(shown).unwrap_or_default(),
+        RecordKind::Rewind(to) => format!("{disk} as of lsn:{to}"),
+        _ => disk.to_string(),
     };
     lines.print(format_args!(
         "{:>10} {:>8} {kind:<12} {:>12} {:>8}  {payload:<26} {what}{}\n",

@@ -385,7 +385,7 @@ fn explore_all(name: &'static str, choice: ScheduleChoice) {
             all.died,
         ];
         assert!(
-            tried.iter().all(|&count| count > all.runs / 25),
+            tried.iter().all(|&count| count > all.runs / 40),
             "too little tried"
         );
     }
