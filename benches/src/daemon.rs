@@ -221,7 +221,10 @@ impl Daemon {
         let Some(control) = &self.control else {
             return Ok(Value::Null);
         };
-        ask(control, &ControlCommand::Stats(Format::Json)).map_err(CommandError::Failed)
+        let stats = ControlCommand::Stats {
+            format: Format::Json,
+        };
+        ask(control, &stats).map_err(CommandError::Failed)
     }
 
     /// What it says of the disk with this name.

@@ -56,7 +56,9 @@ fn parse_interval(text: &str) -> Result<Duration, String> {
 /// If no process answers, or it ends.
 pub fn run(arguments: &TopArguments) -> Result<(), CommandError> {
     let stats = || {
-        let stats = ControlCommand::Stats(Format::Json);
+        let stats = ControlCommand::Stats {
+            format: Format::Json,
+        };
         ask(&arguments.socket, &stats).map_err(CommandError::Failed)
     };
     let redraws = !arguments.once && !arguments.json && io::stdout().is_terminal();

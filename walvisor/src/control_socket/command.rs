@@ -1,47 +1,26 @@
 //! Requests and answers as lines of JSON.
 
+use std::collections::BTreeMap;
+use std::fmt::Display;
+use std::path::{Path, PathBuf};
 use std::time::SystemTime;
 
-use serde::de::DeserializeOwned;
-use serde::{Deserialize, Serialize};
+use clap::builder::{BoolValueParser, TypedValueParser};
+use clap::{ArgAction, Args, Subcommand, ValueEnum};
+use serde::de::value::{MapAccessDeserializer, MapDeserializer};
+use serde::de::{self, Deserializer, IntoDeserializer};
+use serde::{Deserialize, Serialize, Serializer};
 use serde_json::{Map, Value, json};
 use walvisor_devices::throttle::MAX_WEIGHT;
 
 use super::lines::{MAX_DEPTH, depth};
 use crate::point::unix_us;
+use crate::size::parse_size;
 
 /// How many commits `points` lists by default, and at most.
-pub const FEW_POINTS: usize = 20;
+const FEW_POINTS: usize = 20;
 /// See [`FEW_POINTS`].
-pub const MOST_POINTS: usize = 10_000;
-
-/// The names of all commands.
-pub const COMMANDS: [&str; 24] = [
-    "stats",
-    "pause",
-    "resume",
-    "resize",
-    "set-cache",
-    "set-limit",
-    "checkpoint",
-    "export",
-    "snapshot",
-    "snapshots",
-    "snapshot-delete",
-    "points",
-    "restore",
-    "mark",
-    "set-retain",
-    "look",
-    "unlook",
-    "looks",
-    "exports",
-    "export-cancel",
-    "add-disk",
-    "remove-disk",
-    "config",
-    "shutdown",
-];
+pub(super) const MOST_POINTS: usize = 10_000;
 
 /// Why a request failed.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
@@ -53,21 +32,21 @@ pub struct ControlError {
 
 impl ControlError {
     /// The request is wrong, or failed.
-    pub fn new(text: impl std::fmt::Display) -> Self {
+    pub fn new(text: impl Display) -> Self {
         Self::of("GenericError", text)
     }
 
     /// There is no such command.
-    fn unknown_command(text: impl std::fmt::Display) -> Self {
+    fn unknown_command(text: impl Display) -> Self {
         Self::of("CommandNotFound", text)
     }
 
     /// There is no such disk.
-    pub fn no_such_disk(text: impl std::fmt::Display) -> Self {
+    pub fn no_such_disk(text: impl Display) -> Self {
         Self::of("DeviceNotFound", text)
     }
 
-    fn of(class: &'static str, text: impl std::fmt::Display) -> Self {
+    fn of(class: &'static str, text: impl Display) -> Self {
         let text = text.to_string().replace('\n', " ");
         Self { class, text }
     }
@@ -89,7 +68,7 @@ pub enum Format {
 }
 
 /// The cache modes that a disk in use can be set to.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, clap::ValueEnum)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, ValueEnum)]
 #[serde(rename_all = "kebab-case")]
 pub enum CacheChoice {
     /// A completed write may be in memory until a FLUSH
@@ -98,10 +77,17 @@ pub enum CacheChoice {
     Writethrough,
 }
 
+/// What `--disk` is.
+const DISK: &str = "The disk's name in stats (its serial=, else its path=), or that of its export; \
+                    optional if there is only one disk, or only one log for a request about a log";
+
 /// A change of a disk's limits. A limit that is not given stays, and 0 removes it.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, clap::Args)]
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize, Args)]
 #[serde(deny_unknown_fields)]
 pub struct LimitChange {
+    /// Which disk.
+    #[arg(long, value_name = "NAME", help = DISK)]
+    pub disk: Option<String>,
     /// Operations per second; 0: no limit
     #[arg(long, value_name = "N")]
     #[serde(default, skip_serializing_if = "Option::is_none")]
@@ -125,178 +111,343 @@ pub struct LimitChange {
     pub weight: Option<u16>,
 }
 
-/// A size that may be zero.
-fn parse_rate(text: &str) -> Result<u64, String> {
-    match text {
-        "0" => Ok(0),
-        text => crate::size::parse_size(text).map_err(|error| error.to_string()),
-    }
-}
-
-/// What to look at, and where.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+/// What to look at, and where. The descriptor of a listening socket comes with the request.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, Args)]
 #[serde(deny_unknown_fields)]
 pub struct LookRequest {
-    /// The disk's name.
+    /// Which disk.
+    #[arg(long, value_name = "NAME", help = DISK)]
     pub disk: Option<String>,
-    /// The point, as `at=` accepts it.
+    /// The point: cid:N, lsn:N, snapshot:NAME, time:2026-11-22T12:03:00Z, a time before now such as
+    /// -15m, or newest
+    #[arg(
+        long,
+        value_name = "AT",
+        default_value = NEWEST,
+        allow_hyphen_values = true
+    )]
     #[serde(default = "newest")]
     pub at: String,
-    /// Where the socket that comes with the request is bound. It identifies the look.
-    pub socket: String,
-    /// The look can be written. The descriptor of an empty file for the writes follows that of the
-    /// socket.
+    /// The Unix socket to create for NBD clients; only this user can connect. Several looks can be
+    /// open, each on its own
+    #[arg(long, value_name = "SOCKET")]
+    #[serde(serialize_with = "lossy")]
+    pub socket: PathBuf,
+    /// Allow writes, which go to an unnamed file in TMPDIR or /var/tmp that is gone when the look
+    /// ends
+    #[arg(long)]
     #[serde(default)]
     pub scratch: bool,
-    /// The look stays open when its last client is gone.
+    /// Keep the look open when its last client is gone
+    #[arg(long)]
     #[serde(default)]
     pub keep: bool,
 }
 
-fn newest() -> String {
-    "newest".to_owned()
-}
-
-/// A request. Its disk may be left out if there is only one or, if the request is about a log, if
-/// there is only one log.
-#[derive(Clone, Debug, PartialEq, Eq)]
+/// A request: a line of the protocol, and a subcommand of `walvisor ctl`. What only the client uses
+/// is not in the line, and what only the line has is no argument of the subcommand.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, Subcommand)]
+#[serde(rename_all = "kebab-case", deny_unknown_fields)]
 pub enum ControlCommand {
-    /// Report counters and the current state.
-    Stats(Format),
-    /// Stop the vCPUs, and wait until the disks have no requests in flight.
+    /// Show counters and the current state
+    Stats {
+        /// As Prometheus text
+        #[arg(
+            long = "prometheus",
+            conflicts_with = "json",
+            action = ArgAction::SetTrue,
+            value_parser = BoolValueParser::new().map(Format::of_flag)
+        )]
+        #[serde(default)]
+        format: Format,
+    },
+    /// Stop the vCPUs, and wait until the disks have no requests in flight
     Pause {
-        /// Pause only this disk; the vCPUs go on.
+        /// Pause only this disk; the vCPUs and the other disks go on
+        #[arg(long, value_name = "NAME")]
         disk: Option<String>,
     },
-    /// Continue after a pause.
+    /// Continue after a pause
     Resume {
-        /// Let only this disk go on.
+        /// Let only this disk go on
+        #[arg(long, value_name = "NAME")]
         disk: Option<String>,
     },
-    /// Grow a disk.
+    /// Grow a disk in use
     Resize {
-        /// Its name.
+        /// Which disk.
+        #[arg(long, value_name = "NAME", help = DISK)]
         disk: Option<String>,
-        /// Its new size in bytes.
+        /// Its new size, with K, M, G or T
+        #[arg(long = "size", value_name = "SIZE", value_parser = parse_size)]
         size_bytes: u64,
     },
-    /// Change the cache mode of a disk.
+    /// Change the cache mode of a disk in use
     SetCache {
-        /// Its name.
-        disk: Option<String>,
-        /// The mode.
+        /// The mode
+        #[arg(value_enum, value_name = "MODE")]
         cache: CacheChoice,
-    },
-    /// Change the limits of a disk.
-    SetLimit {
-        /// Its name.
+        /// Which disk.
+        #[arg(long, value_name = "NAME", help = DISK)]
         disk: Option<String>,
-        /// The limits.
-        limits: LimitChange,
     },
-    /// Copy the log to the base images: of one disk's log, or of all logs.
+    /// Set or remove limits of a disk; limits that are not named stay
+    SetLimit(LimitChange),
+    /// Copy the log to the base images, while requests go on
     Checkpoint {
-        /// The disk's name.
+        /// Which disk: all of its log are copied. Without one, all logs.
+        #[arg(long, value_name = "NAME", help = DISK)]
         disk: Option<String>,
-        /// Do it although its log keeps history, which is lost then.
+        /// Do it although the log keeps history, which is lost then, of all its disks
+        #[arg(long)]
+        #[serde(default)]
         give_up_history: bool,
     },
-    /// Copy a disk, as of one moment, to the file whose descriptor comes with the request.
+    /// Copy a disk, as of one moment, to a new raw image, while requests go on
     Export {
-        /// Its name.
+        /// Which disk.
+        #[arg(long, value_name = "NAME", help = DISK)]
         disk: Option<String>,
-        /// The point, as `at=` accepts it; `None`: now.
+        /// The point to export instead of now, as for 'look'
+        #[arg(long, value_name = "AT", allow_hyphen_values = true)]
         at: Option<String>,
+        /// The raw image to create
+        #[arg(long, short, value_name = "FILE")]
+        #[serde(skip)]
+        output: PathBuf,
+        /// Replace FILE if it exists
+        #[arg(long)]
+        #[serde(skip)]
+        force: bool,
     },
-    /// Name the current state of all disks of a disk's log, or of this disk only.
+    /// Name the current state of all disks of the disk's log; the log keeps what is needed to
+    /// restore it
     Snapshot {
-        /// The disk's name.
-        disk: Option<String>,
-        /// The snapshot's name.
+        /// The snapshot's name
+        #[arg(value_name = "NAME")]
         name: String,
-        /// Of this disk only.
+        /// Of this disk only: the log keeps nothing of its other disks for the snapshot
+        #[arg(long)]
+        #[serde(default)]
         alone: bool,
+        /// Which disk.
+        #[arg(long, value_name = "NAME", help = DISK)]
+        disk: Option<String>,
     },
-    /// Report the snapshots of a disk's log, and how much history it keeps.
+    /// List the snapshots of the disk's log, and how much history it keeps
     Snapshots {
-        /// The disk's name.
+        /// Which disk.
+        #[arg(long, value_name = "NAME", help = DISK)]
         disk: Option<String>,
     },
-    /// Delete a snapshot of a disk's log.
+    /// Delete a snapshot of the disk's log
     SnapshotDelete {
-        /// The disk's name.
-        disk: Option<String>,
-        /// The snapshot's name.
+        /// The snapshot's name
+        #[arg(value_name = "NAME")]
         name: String,
-    },
-    /// Report the points of a disk's history.
-    Points {
-        /// The disk's name.
+        /// Which disk.
+        #[arg(long, value_name = "NAME", help = DISK)]
         disk: Option<String>,
-        /// How many of the newest commits to list.
+    },
+    /// List the points of a disk's history: its snapshots, marks and newest commits, and how far
+    /// back it goes
+    Points {
+        /// Which disk.
+        #[arg(long, value_name = "NAME", help = DISK)]
+        disk: Option<String>,
+        /// How many of the newest commits; older ones with marks are listed too, as many
+        #[arg(long = "newest", value_name = "N", default_value_t = FEW_POINTS, value_parser = at_most_points)]
+        #[serde(default = "few_points")]
         most: usize,
     },
-    /// Make a paused disk what it was at a point.
+    /// Make a paused disk what it was at a point, at once; its current contents stay a point of the
+    /// log. Whoever uses the disk must read it again
     Restore {
-        /// The disk's name.
-        disk: Option<String>,
-        /// The point, as `at=` takes it.
+        /// The point, as for 'look'
+        #[arg(long, value_name = "AT", allow_hyphen_values = true)]
         at: String,
+        /// Which disk.
+        #[arg(long, value_name = "NAME", help = DISK)]
+        disk: Option<String>,
     },
-    /// Write a mark into a disk's log.
+    /// Write a mark into the disk's log: a text that names this moment, which 'log dump' shows
     Mark {
-        /// The disk's name.
-        disk: Option<String>,
-        /// Its text.
+        /// One line of 1 to 256 bytes, without control characters
         text: String,
-    },
-    /// Change how much history a disk's log keeps.
-    SetRetain {
-        /// The disk's name.
+        /// Which disk.
+        #[arg(long, value_name = "NAME", help = DISK)]
         disk: Option<String>,
-        /// How much, as the key `retain=` accepts it.
+    },
+    /// Change how much history the disk's log keeps: off, all, a time such as 24h, or a size such
+    /// as 50G
+    SetRetain {
+        /// How much
         retain: String,
-        /// Whether history that is kept now may be lost by it.
+        /// Which disk.
+        #[arg(long, value_name = "NAME", help = DISK)]
+        disk: Option<String>,
+        /// Do it although it is less than the log keeps now, of all its disks
+        #[arg(long)]
+        #[serde(default)]
         give_up_history: bool,
     },
-    /// Open another disk and serve it.
+    /// Open another disk and serve it; for daemons that were started with --disk-dir
     AddDisk {
-        /// The disk, as on the command line of the daemon.
+        /// The disk, as on the daemon's command line; paths are the daemon's
         spec: String,
     },
-    /// Stop serving a disk and close it.
+    /// Stop serving a disk and close it: its clients get their outstanding replies and are
+    /// disconnected
     RemoveDisk {
-        /// Its name.
+        /// The disk's name in stats
+        #[arg(value_name = "NAME")]
         disk: String,
-        /// What its image lacks stays beside the log, and the image is left as it is.
+        /// Leave the image as it is, even if it fails or does not answer: what it lacks stays in a
+        /// file beside the log until the disk is added again
+        #[arg(long)]
+        #[serde(default)]
         keep_records: bool,
     },
-    /// Report the daemon's configuration file, and the disks that it has to describe.
+    /// Write to the daemon's configuration file which disks it serves
+    #[command(name = "save")]
     Config {
-        /// The disks that it describes by now.
+        /// The file of its --config
+        #[serde(skip)]
+        file: PathBuf,
+        /// The disks that the file describes by now.
+        #[arg(skip)]
+        #[serde(default)]
         saved: Vec<String>,
     },
-    /// Serve a disk as of a point, on the listening socket whose descriptor comes with the request.
+    /// Serve a disk in use as of a point, over NBD, read-only without --scratch, until its last
+    /// client is gone
     Look(LookRequest),
-    /// End a look.
+    /// End a look
     Unlook {
-        /// Its socket, or its disk's name.
-        look: String,
+        /// Its socket, or its disk's name
+        #[arg(value_name = "SOCKET")]
+        #[serde(serialize_with = "lossy")]
+        look: PathBuf,
     },
-    /// Report the open looks.
-    Looks,
-    /// Report the exports under way.
-    Exports,
-    /// End the exports of a disk.
+    /// List the open looks
+    Looks {},
+    /// List the exports under way, and how far they are
+    Exports {},
+    /// End the exports of a disk; what they have copied is removed
     ExportCancel {
-        /// Its name.
+        /// The disk's name in stats
+        #[arg(value_name = "NAME")]
         disk: String,
     },
-    /// End the process.
+    /// Shut down: press the guest's power button, or stop serving, then flush and close the disks
     Shutdown {
-        /// Whether to end without asking the guest to power off.
+        /// Stop the guest without asking it to power off
+        #[arg(long)]
+        #[serde(default)]
         now: bool,
     },
+}
+
+impl Format {
+    fn of_flag(prometheus: bool) -> Self {
+        if prometheus {
+            Self::Prometheus
+        } else {
+            Self::Json
+        }
+    }
+}
+
+/// A size that may be zero.
+fn parse_rate(text: &str) -> Result<u64, String> {
+    match text {
+        "0" => Ok(0),
+        text => parse_size(text).map_err(|error| error.to_string()),
+    }
+}
+
+/// Parses the argument of `points --newest`.
+fn at_most_points(text: &str) -> Result<usize, String> {
+    let number = text.parse().ok().filter(|number| *number <= MOST_POINTS);
+    number.ok_or_else(|| format!("give a number up to {MOST_POINTS}"))
+}
+
+fn few_points() -> usize {
+    FEW_POINTS
+}
+
+/// The point that is now.
+pub(super) const NEWEST: &str = "newest";
+
+fn newest() -> String {
+    NEWEST.to_owned()
+}
+
+/// Writes a path with replacements for what is not UTF-8.
+fn lossy<S: Serializer>(path: &Path, to: S) -> Result<S::Ok, S::Error> {
+    to.collect_str(&path.display())
+}
+
+/// What serde knows instead of a name: those of all commands, or of the arguments of one.
+#[derive(Debug, thiserror::Error)]
+#[error("there are {}", .0.join(", "))]
+struct KnownNames(&'static [&'static str]);
+
+impl de::Error for KnownNames {
+    fn custom<T: Display>(_: T) -> Self {
+        Self(&[])
+    }
+
+    fn unknown_variant(_: &str, names: &'static [&'static str]) -> Self {
+        Self(names)
+    }
+
+    fn unknown_field(_: &str, names: &'static [&'static str]) -> Self {
+        Self(names)
+    }
+}
+
+impl ControlCommand {
+    /// The names of all commands.
+    pub fn names() -> &'static [&'static str] {
+        Self::known("".into_deserializer())
+    }
+
+    /// The names of a command's arguments.
+    pub fn arguments(name: &str) -> &'static [&'static str] {
+        let nameless = BTreeMap::from([("", "")]);
+        let command = MapDeserializer::new([(name, nameless)].into_iter());
+        Self::known(MapAccessDeserializer::new(command))
+    }
+
+    /// The names that serde expects in place of one.
+    fn known<'a>(wrong: impl Deserializer<'a, Error = KnownNames>) -> &'static [&'static str] {
+        match Self::deserialize(wrong) {
+            Err(KnownNames(names)) => names,
+            Ok(_) => &[],
+        }
+    }
+
+    /// The request as a line, without its line end.
+    pub fn to_line(&self) -> String {
+        let command = json!(self);
+        let mut parts = command.as_object().into_iter().flatten();
+        let (name, arguments) = parts.next().expect("a name and its arguments");
+        json!({ "execute": name, "arguments": arguments }).to_string()
+    }
+
+    fn from_parts(name: &str, arguments: Map<String, Value>) -> Result<Self, ControlError> {
+        let names = Self::names();
+        if !names.contains(&name) {
+            let name: String = name.chars().take(80).collect();
+            return Err(ControlError::unknown_command(format_args!(
+                "unknown command '{name}': there are {}",
+                names.join(", ")
+            )));
+        }
+        serde_json::from_value(json!({ name: arguments }))
+            .map_err(|error| ControlError::new(format_args!("arguments of {name}: {error}")))
+    }
 }
 
 #[derive(Deserialize)]
@@ -307,333 +458,6 @@ struct Envelope {
     arguments: Map<String, Value>,
     #[serde(default)]
     id: Option<Value>,
-}
-
-#[derive(Deserialize)]
-#[serde(deny_unknown_fields)]
-struct NoArguments {}
-
-#[derive(Deserialize)]
-#[serde(deny_unknown_fields)]
-struct StatsArguments {
-    #[serde(default)]
-    format: Format,
-}
-
-#[derive(Deserialize)]
-#[serde(deny_unknown_fields)]
-struct DiskOnly {
-    disk: Option<String>,
-}
-
-#[derive(Deserialize)]
-#[serde(deny_unknown_fields)]
-struct CheckpointArguments {
-    disk: Option<String>,
-    #[serde(default)]
-    give_up_history: bool,
-}
-
-#[derive(Deserialize)]
-#[serde(deny_unknown_fields)]
-struct ExportArguments {
-    disk: Option<String>,
-    at: Option<String>,
-}
-
-#[derive(Deserialize)]
-#[serde(deny_unknown_fields)]
-struct SnapshotArguments {
-    disk: Option<String>,
-    name: String,
-    #[serde(default)]
-    alone: bool,
-}
-
-#[derive(Deserialize)]
-#[serde(deny_unknown_fields)]
-struct SnapshotDeleteArguments {
-    disk: Option<String>,
-    name: String,
-}
-
-#[derive(Deserialize)]
-#[serde(deny_unknown_fields)]
-struct PointsArguments {
-    disk: Option<String>,
-    #[serde(default = "few")]
-    most: usize,
-}
-
-/// How many commits `points` lists if the client names no number.
-fn few() -> usize {
-    FEW_POINTS
-}
-
-#[derive(Deserialize)]
-#[serde(deny_unknown_fields)]
-struct RestoreArguments {
-    disk: Option<String>,
-    at: String,
-}
-
-#[derive(Deserialize)]
-#[serde(deny_unknown_fields)]
-struct MarkArguments {
-    disk: Option<String>,
-    text: String,
-}
-
-#[derive(Deserialize)]
-#[serde(deny_unknown_fields)]
-struct RetainArguments {
-    disk: Option<String>,
-    retain: String,
-    #[serde(default)]
-    give_up_history: bool,
-}
-
-#[derive(Deserialize)]
-#[serde(deny_unknown_fields)]
-struct UnlookArguments {
-    look: String,
-}
-
-#[derive(Deserialize)]
-#[serde(deny_unknown_fields)]
-struct ResizeArguments {
-    disk: Option<String>,
-    size_bytes: u64,
-}
-
-#[derive(Deserialize)]
-#[serde(deny_unknown_fields)]
-struct CacheArguments {
-    disk: Option<String>,
-    cache: CacheChoice,
-}
-
-#[derive(Deserialize)]
-#[serde(deny_unknown_fields)]
-struct AddArguments {
-    spec: String,
-}
-
-#[derive(Deserialize)]
-#[serde(deny_unknown_fields)]
-struct RemoveArguments {
-    disk: String,
-    #[serde(default)]
-    keep_records: bool,
-}
-
-#[derive(Deserialize)]
-#[serde(deny_unknown_fields)]
-struct ConfigArguments {
-    #[serde(default)]
-    saved: Vec<String>,
-}
-
-#[derive(Deserialize)]
-#[serde(deny_unknown_fields)]
-struct NamedDisk {
-    disk: String,
-}
-
-#[derive(Deserialize)]
-#[serde(deny_unknown_fields)]
-struct ShutdownArguments {
-    #[serde(default)]
-    now: bool,
-}
-
-impl ControlCommand {
-    /// The request as a line, without its line end.
-    pub fn to_line(&self) -> String {
-        let (name, arguments) = match self {
-            Self::Stats(format) => ("stats", json!({ "format": format })),
-            Self::Pause { disk } => ("pause", json!({ "disk": disk })),
-            Self::Resume { disk } => ("resume", json!({ "disk": disk })),
-            Self::Resize { disk, size_bytes } => {
-                ("resize", json!({ "disk": disk, "size_bytes": size_bytes }))
-            }
-            Self::SetCache { disk, cache } => {
-                ("set-cache", json!({ "disk": disk, "cache": cache }))
-            }
-            Self::SetLimit { disk, limits } => {
-                let mut arguments = json!(limits);
-                arguments["disk"] = json!(disk);
-                ("set-limit", arguments)
-            }
-            Self::Checkpoint {
-                disk,
-                give_up_history,
-            } => {
-                let arguments = json!({ "disk": disk, "give_up_history": give_up_history });
-                ("checkpoint", arguments)
-            }
-            Self::Export { disk, at } => ("export", json!({ "disk": disk, "at": at })),
-            Self::Snapshot { disk, name, alone } => {
-                let arguments = json!({ "disk": disk, "name": name, "alone": alone });
-                ("snapshot", arguments)
-            }
-            Self::Snapshots { disk } => ("snapshots", json!({ "disk": disk })),
-            Self::SnapshotDelete { disk, name } => {
-                ("snapshot-delete", json!({ "disk": disk, "name": name }))
-            }
-            Self::Points { disk, most } => ("points", json!({ "disk": disk, "most": most })),
-            Self::Restore { disk, at } => ("restore", json!({ "disk": disk, "at": at })),
-            Self::Mark { disk, text } => ("mark", json!({ "disk": disk, "text": text })),
-            Self::SetRetain {
-                disk,
-                retain,
-                give_up_history,
-            } => (
-                "set-retain",
-                json!({ "disk": disk, "retain": retain, "give_up_history": give_up_history }),
-            ),
-            Self::AddDisk { spec } => ("add-disk", json!({ "spec": spec })),
-            Self::RemoveDisk { disk, keep_records } => (
-                "remove-disk",
-                json!({ "disk": disk, "keep_records": keep_records }),
-            ),
-            Self::Config { saved } => ("config", json!({ "saved": saved })),
-            Self::Look(request) => ("look", json!(request)),
-            Self::Unlook { look } => ("unlook", json!({ "look": look })),
-            Self::Looks => ("looks", json!({})),
-            Self::Exports => ("exports", json!({})),
-            Self::ExportCancel { disk } => ("export-cancel", json!({ "disk": disk })),
-            Self::Shutdown { now } => ("shutdown", json!({ "now": now })),
-        };
-        json!({ "execute": name, "arguments": arguments }).to_string()
-    }
-
-    fn from_parts(name: &str, mut arguments: Map<String, Value>) -> Result<Self, ControlError> {
-        fn read<T: DeserializeOwned>(
-            name: &str,
-            arguments: Map<String, Value>,
-        ) -> Result<T, ControlError> {
-            serde_json::from_value(Value::Object(arguments))
-                .map_err(|error| ControlError::new(format_args!("arguments of {name}: {error}")))
-        }
-        if !COMMANDS.contains(&name) {
-            let name: String = name.chars().take(80).collect();
-            return Err(ControlError::unknown_command(format_args!(
-                "unknown command '{name}': there are {}",
-                COMMANDS.join(", ")
-            )));
-        }
-        Ok(match name {
-            "stats" => Self::Stats(read::<StatsArguments>(name, arguments)?.format),
-            "pause" => {
-                let DiskOnly { disk } = read(name, arguments)?;
-                Self::Pause { disk }
-            }
-            "resume" => {
-                let DiskOnly { disk } = read(name, arguments)?;
-                Self::Resume { disk }
-            }
-            "resize" => {
-                let ResizeArguments { disk, size_bytes } = read(name, arguments)?;
-                Self::Resize { disk, size_bytes }
-            }
-            "set-cache" => {
-                let CacheArguments { disk, cache } = read(name, arguments)?;
-                Self::SetCache { disk, cache }
-            }
-            "set-limit" => {
-                let disk = arguments.remove("disk").unwrap_or_default();
-                let disk = serde_json::from_value(disk).map_err(|error| {
-                    ControlError::new(format_args!("arguments of {name}: disk: {error}"))
-                })?;
-                let limits = read(name, arguments)?;
-                Self::SetLimit { disk, limits }
-            }
-            "checkpoint" => {
-                let CheckpointArguments {
-                    disk,
-                    give_up_history,
-                } = read(name, arguments)?;
-                Self::Checkpoint {
-                    disk,
-                    give_up_history,
-                }
-            }
-            "export" => {
-                let ExportArguments { disk, at } = read(name, arguments)?;
-                Self::Export { disk, at }
-            }
-            "snapshot" => {
-                let SnapshotArguments { disk, name, alone } = read(name, arguments)?;
-                Self::Snapshot { disk, name, alone }
-            }
-            "snapshot-delete" => {
-                let SnapshotDeleteArguments { disk, name } = read(name, arguments)?;
-                Self::SnapshotDelete { disk, name }
-            }
-            "snapshots" => {
-                let DiskOnly { disk } = read(name, arguments)?;
-                Self::Snapshots { disk }
-            }
-            "points" => {
-                let PointsArguments { disk, most } = read(name, arguments)?;
-                if most > MOST_POINTS {
-                    return Err(ControlError::new(format_args!(
-                        "points: most {most}: give at most {MOST_POINTS}"
-                    )));
-                }
-                Self::Points { disk, most }
-            }
-            "restore" => {
-                let RestoreArguments { disk, at } = read(name, arguments)?;
-                Self::Restore { disk, at }
-            }
-            "mark" => {
-                let MarkArguments { disk, text } = read(name, arguments)?;
-                Self::Mark { disk, text }
-            }
-            "set-retain" => {
-                let RetainArguments {
-                    disk,
-                    retain,
-                    give_up_history,
-                } = read(name, arguments)?;
-                Self::SetRetain {
-                    disk,
-                    retain,
-                    give_up_history,
-                }
-            }
-            "add-disk" => {
-                let AddArguments { spec } = read(name, arguments)?;
-                Self::AddDisk { spec }
-            }
-            "remove-disk" => {
-                let RemoveArguments { disk, keep_records } = read(name, arguments)?;
-                Self::RemoveDisk { disk, keep_records }
-            }
-            "config" => {
-                let ConfigArguments { saved } = read(name, arguments)?;
-                Self::Config { saved }
-            }
-            "look" => Self::Look(read(name, arguments)?),
-            "unlook" => {
-                let UnlookArguments { look } = read(name, arguments)?;
-                Self::Unlook { look }
-            }
-            "looks" => read(name, arguments).map(|NoArguments {}| Self::Looks)?,
-            "exports" => read(name, arguments).map(|NoArguments {}| Self::Exports)?,
-            "export-cancel" => {
-                let NamedDisk { disk } = read(name, arguments)?;
-                Self::ExportCancel { disk }
-            }
-            "shutdown" => {
-                let ShutdownArguments { now } = read(name, arguments)?;
-                Self::Shutdown { now }
-            }
-            _ => unreachable!("the list of commands has no other"),
-        })
-    }
 }
 
 /// A line that a client has sent.

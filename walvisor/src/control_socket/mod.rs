@@ -32,10 +32,7 @@ mod server;
 mod stats;
 
 pub use client::{ask, ask_with};
-pub use command::{
-    COMMANDS, CacheChoice, ControlCommand, ControlError, FEW_POINTS, Format, LimitChange,
-    LookRequest, MOST_POINTS,
-};
+pub use command::{CacheChoice, ControlCommand, ControlError, Format, LimitChange, LookRequest};
 pub use controlled::{AddedDisk, ControlledProcess, DiskHotplug, Power, RemovalError, SavedPool};
 pub use lines::{MAX_DEPTH, MAX_LINE};
 pub use server::{MAX_CLIENTS, Server};

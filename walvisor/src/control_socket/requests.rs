@@ -15,7 +15,9 @@ use walvisor_devices::throttle::{self};
 use walvisor_storage::{Disk, LogHistory, Retention};
 use walvisor_vmm::disk::DiskInUse;
 
-use super::command::{CacheChoice, ControlCommand, ControlError, Format, LimitChange, LookRequest};
+use super::command::{
+    CacheChoice, ControlCommand, ControlError, Format, LimitChange, LookRequest, MOST_POINTS,
+};
 use super::controlled::{
     AddedDisk, ControlledProcess, DiskHotplug, DiskLease, Power, RemovalError, SavedPool,
 };
@@ -38,10 +40,12 @@ impl ControlledProcess {
     /// Carries out a request.
     pub(super) fn execute(&self, command: &ControlCommand) -> Result<Value, ControlError> {
         match command {
-            ControlCommand::Stats(Format::Json) => Ok(stats::json(self)),
-            ControlCommand::Stats(Format::Prometheus) => {
-                Ok(json!({ "text": stats::prometheus(self) }))
-            }
+            ControlCommand::Stats {
+                format: Format::Json,
+            } => Ok(stats::json(self)),
+            ControlCommand::Stats {
+                format: Format::Prometheus,
+            } => Ok(json!({ "text": stats::prometheus(self) })),
             ControlCommand::Pause { disk: None } => self.pause(),
             ControlCommand::Pause { disk: Some(name) } => self.pause_disk(name),
             ControlCommand::Resume { disk: None } => {
@@ -53,7 +57,7 @@ impl ControlledProcess {
                 self.resize(disk.as_deref(), *size_bytes)
             }
             ControlCommand::SetCache { disk, cache } => self.set_cache(disk.as_deref(), *cache),
-            ControlCommand::SetLimit { disk, limits } => self.set_limit(disk.as_deref(), limits),
+            ControlCommand::SetLimit(change) => self.set_limit(change),
             ControlCommand::Checkpoint {
                 disk,
                 give_up_history,
@@ -72,7 +76,7 @@ impl ControlledProcess {
             ControlCommand::RemoveDisk { disk, keep_records } => {
                 self.remove_disk(disk, *keep_records)
             }
-            ControlCommand::Config { saved } => self.config(saved),
+            ControlCommand::Config { saved, .. } => self.config(saved),
             ControlCommand::Snapshot { disk, name, alone } => {
                 let made = if *alone {
                     let disk = self.disk(disk.as_deref())?;
@@ -111,9 +115,11 @@ impl ControlledProcess {
                 "look: send the descriptor of a socket that listens with the request (SCM_RIGHTS), \
                  as 'walvisor ctl' does",
             )),
-            ControlCommand::Unlook { look } => self.looks.end(&self.full_name(look)),
-            ControlCommand::Looks => Ok(self.looks.list()),
-            ControlCommand::Exports => Ok(self.exports.list()),
+            ControlCommand::Unlook { look } => {
+                self.looks.end(&self.full_name(&look.to_string_lossy()))
+            }
+            ControlCommand::Looks {} => Ok(self.looks.list()),
+            ControlCommand::Exports {} => Ok(self.exports.list()),
             ControlCommand::ExportCancel { disk } => self.exports.cancel(&self.full_name(disk)),
             ControlCommand::Shutdown { now: false } => {
                 // While it is paused, neither a guest nor a disk can shut down.
@@ -301,8 +307,8 @@ impl ControlledProcess {
         }))
     }
 
-    fn set_limit(&self, name: Option<&str>, wanted: &LimitChange) -> Result<Value, ControlError> {
-        let disk = self.disk(name)?;
+    fn set_limit(&self, wanted: &LimitChange) -> Result<Value, ControlError> {
+        let disk = self.disk(wanted.disk.as_deref())?;
         let _change = self.change();
         let mut limits = disk.throttle.limits();
         if let Some(weight) = wanted.weight {
@@ -577,6 +583,11 @@ impl ControlledProcess {
 
     /// The points of a disk, the newest `most` commits among them.
     fn points(&self, name: Option<&str>, most: usize) -> Result<Value, ControlError> {
+        if most > MOST_POINTS {
+            return Err(ControlError::new(format_args!(
+                "points: most {most}: give at most {MOST_POINTS}"
+            )));
+        }
         let disk = self.disk(name)?;
         let mut answer = in_log(&disk, |disk| {
             Ok(points_json(&disk.points(most)?, disk.retain()))
@@ -752,7 +763,9 @@ mod tests {
 
     fn state(controlled: &ControlledProcess) -> Value {
         let stats = controlled
-            .execute(&ControlCommand::Stats(Format::Json))
+            .execute(&ControlCommand::Stats {
+                format: Format::Json,
+            })
             .unwrap();
         stats["state"].clone()
     }
@@ -789,13 +802,10 @@ mod tests {
     fn a_weight_is_changed_alone_and_only_to_a_valid_one() {
         let (controlled, _comes, _go) = daemon();
         let weigh = |weight| {
-            controlled.execute(&ControlCommand::SetLimit {
-                disk: None,
-                limits: LimitChange {
-                    weight: Some(weight),
-                    ..LimitChange::default()
-                },
-            })
+            controlled.execute(&ControlCommand::SetLimit(LimitChange {
+                weight: Some(weight),
+                ..LimitChange::default()
+            }))
         };
         let answer = weigh(200).unwrap();
         assert_eq!(
@@ -810,16 +820,22 @@ mod tests {
     }
 
     #[test]
+    fn points_are_bounded() {
+        let (controlled, ..) = daemon();
+        let points = |most| controlled.execute(&ControlCommand::Points { disk: None, most });
+        let error = |most| points(most).unwrap_err().to_string();
+        assert!(error(MOST_POINTS + 1).contains("give at most 10000"));
+        assert!(error(MOST_POINTS).contains("has no log"));
+    }
+
+    #[test]
     fn no_limit_survives_the_beginning_of_shutdown() {
         let (controlled, comes, go) = daemon();
         let limits = |controlled: &ControlledProcess| controlled.disks()[0].throttle.limits();
-        let one = ControlCommand::SetLimit {
-            disk: None,
-            limits: LimitChange {
-                ops_per_second: Some(1),
-                ..LimitChange::default()
-            },
-        };
+        let one = ControlCommand::SetLimit(LimitChange {
+            ops_per_second: Some(1),
+            ..LimitChange::default()
+        });
         controlled.execute(&one).unwrap();
         assert_eq!(limits(&controlled).ops_per_second, 1);
         thread::scope(|scope| {

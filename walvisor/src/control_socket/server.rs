@@ -149,7 +149,7 @@ fn converse(stream: &UnixStream, controlled: &ControlledProcess, stop: &Stop) ->
                     return controlled.execute(&command);
                 };
                 match &command {
-                    ControlCommand::Export { disk, at } => {
+                    ControlCommand::Export { disk, at, .. } => {
                         let mut tell = progress(stream, &mut waiter);
                         controlled.export(disk.as_deref(), at.as_deref(), file.into(), &mut tell)
                     }

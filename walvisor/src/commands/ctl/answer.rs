@@ -5,7 +5,7 @@ use std::time::SystemTime;
 
 use serde_json::Value;
 
-use super::CtlRequest;
+use crate::control_socket::ControlCommand;
 use crate::point::unix_us;
 use crate::point::{age, history_text, since_text, time_text};
 use crate::size::human_size;
@@ -126,31 +126,31 @@ fn disk_lines(disk: &Value, indent: &str) -> String {
 }
 
 /// The answer to a request. What changes something is answered with one line.
-pub(super) fn shown(request: &CtlRequest, answer: &Value) -> String {
+pub(super) fn shown(request: &ControlCommand, answer: &Value) -> String {
     let disk = text(&answer["disk"]);
     let line = match request {
-        CtlRequest::Stats { .. } => return fit_terminal(&stats(answer)),
-        CtlRequest::Points { .. } => return points(answer),
-        CtlRequest::Snapshots { .. } => return snapshots(answer),
-        CtlRequest::Looks => return looks(answer),
-        CtlRequest::Exports => return exports(answer),
+        ControlCommand::Stats { .. } => return fit_terminal(&stats(answer)),
+        ControlCommand::Points { .. } => return points(answer),
+        ControlCommand::Snapshots { .. } => return snapshots(answer),
+        ControlCommand::Looks {} => return looks(answer),
+        ControlCommand::Exports {} => return exports(answer),
         // They print what they have done.
-        CtlRequest::Export { .. } | CtlRequest::Look(_) | CtlRequest::Save { .. } => {
+        ControlCommand::Export { .. } | ControlCommand::Look(_) | ControlCommand::Config { .. } => {
             return String::new();
         }
-        CtlRequest::Pause { .. } | CtlRequest::Resume { .. } => {
+        ControlCommand::Pause { .. } | ControlCommand::Resume { .. } => {
             let state = text(&answer["state"]);
             match &answer["disk"] {
                 Value::Null => state,
                 _ => format!("{disk}: {state}"),
             }
         }
-        CtlRequest::Resize { .. } => format!(
+        ControlCommand::Resize { .. } => format!(
             "{disk}: {}, before {}",
             size(&answer["size_bytes"]),
             size(&answer["old_size_bytes"])
         ),
-        CtlRequest::SetCache { .. } => {
+        ControlCommand::SetCache { .. } => {
             let [cache, requested] = ["cache", "requested"].map(|key| text(&answer[key]));
             if cache == requested {
                 format!("{disk}: {cache}")
@@ -158,8 +158,8 @@ pub(super) fn shown(request: &CtlRequest, answer: &Value) -> String {
                 format!("{disk}: stays {cache}, not {requested}")
             }
         }
-        CtlRequest::SetLimit { .. } => format!("{disk}: {}", limits(answer)),
-        CtlRequest::Checkpoint { .. } => match all(answer, "disks") {
+        ControlCommand::SetLimit(_) => format!("{disk}: {}", limits(answer)),
+        ControlCommand::Checkpoint { .. } => match all(answer, "disks") {
             [] => "no disks".to_owned(),
             disks => {
                 format!(
@@ -169,7 +169,7 @@ pub(super) fn shown(request: &CtlRequest, answer: &Value) -> String {
                 )
             }
         },
-        CtlRequest::Snapshot { .. } => {
+        ControlCommand::Snapshot { .. } => {
             let of = match &answer["disk_id"] {
                 Value::Null => String::new(),
                 id => format!(", of disk {id} alone"),
@@ -177,18 +177,18 @@ pub(super) fn shown(request: &CtlRequest, answer: &Value) -> String {
             let name = text(&answer["name"]);
             format!("snapshot '{name}' at {}{of}", commit(answer))
         }
-        CtlRequest::SnapshotDelete { .. } => {
+        ControlCommand::SnapshotDelete { .. } => {
             format!("snapshot '{}' deleted", text(&answer["deleted"]))
         }
-        CtlRequest::Restore { .. } => format!("{disk}: {}", rewound(answer)),
-        CtlRequest::Mark { .. } => format!("marked {}", commit(answer)),
-        CtlRequest::SetRetain { .. } => format!(
+        ControlCommand::Restore { .. } => format!("{disk}: {}", rewound(answer)),
+        ControlCommand::Mark { .. } => format!("marked {}", commit(answer)),
+        ControlCommand::SetRetain { .. } => format!(
             "retain={}: the log keeps {}{}",
             text(&answer["retain"]),
             text(&answer["keeps"]),
             given_up(answer, "the rest of the history")
         ),
-        CtlRequest::AddDisk { .. } => {
+        ControlCommand::AddDisk { .. } => {
             let log = match &answer["log"] {
                 Value::Null => String::new(),
                 log => format!(", log {}", text(log)),
@@ -196,13 +196,13 @@ pub(super) fn shown(request: &CtlRequest, answer: &Value) -> String {
             let (size, place) = (size(&answer["size_bytes"]), text(&answer["place"]));
             format!("serving {disk}: {size} at {place}{log}")
         }
-        CtlRequest::RemoveDisk { .. } => return removed_line(answer),
-        CtlRequest::Unlook { .. } => format!(
+        ControlCommand::RemoveDisk { .. } => return removed_line(answer),
+        ControlCommand::Unlook { .. } => format!(
             "{}: ended, the look at {disk} as of {}",
             text(&answer["socket"]),
             text(&answer["at"])
         ),
-        CtlRequest::ExportCancel { .. } => {
+        ControlCommand::ExportCancel { .. } => {
             let ended = all(answer, "cancelled").iter().map(|export| {
                 format!(
                     "{}: export as of {} cancelled at {} of {}",
@@ -214,7 +214,7 @@ pub(super) fn shown(request: &CtlRequest, answer: &Value) -> String {
             });
             ended.collect::<Vec<_>>().join("; ")
         }
-        CtlRequest::Shutdown { .. } => "shutting down".to_owned(),
+        ControlCommand::Shutdown { .. } => "shutting down".to_owned(),
     };
     printable(&line)
 }

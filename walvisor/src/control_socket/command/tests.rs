@@ -1,3 +1,6 @@
+use std::fmt::Write;
+use std::fs;
+
 use walvisor_testkit::Random;
 
 use super::*;
@@ -9,8 +12,12 @@ fn parse(line: &str) -> Result<ControlCommand, ControlError> {
 fn every_command() -> Vec<ControlCommand> {
     let disk = || Some("a \"b\"\n.img".to_owned());
     vec![
-        ControlCommand::Stats(Format::Json),
-        ControlCommand::Stats(Format::Prometheus),
+        ControlCommand::Stats {
+            format: Format::Json,
+        },
+        ControlCommand::Stats {
+            format: Format::Prometheus,
+        },
         ControlCommand::Pause { disk: None },
         ControlCommand::Pause { disk: disk() },
         ControlCommand::Resume { disk: disk() },
@@ -26,14 +33,12 @@ fn every_command() -> Vec<ControlCommand> {
             disk: None,
             cache: CacheChoice::Writethrough,
         },
-        ControlCommand::SetLimit {
+        ControlCommand::SetLimit(LimitChange {
             disk: disk(),
-            limits: LimitChange {
-                ops_per_second: Some(1),
-                bytes_burst: Some(0),
-                ..LimitChange::default()
-            },
-        },
+            ops_per_second: Some(1),
+            bytes_burst: Some(0),
+            ..LimitChange::default()
+        }),
         ControlCommand::Checkpoint {
             disk: disk(),
             give_up_history: true,
@@ -53,11 +58,13 @@ fn every_command() -> Vec<ControlCommand> {
         ControlCommand::Export {
             disk: disk(),
             at: None,
+            output: PathBuf::new(),
+            force: false,
         },
         ControlCommand::Look(LookRequest {
             disk: disk(),
             at: "-15m".to_owned(),
-            socket: "/s".to_owned(),
+            socket: "/s".into(),
             scratch: true,
             keep: false,
         }),
@@ -65,11 +72,9 @@ fn every_command() -> Vec<ControlCommand> {
             disk: disk(),
             at: "cid:1".to_owned(),
         },
-        ControlCommand::Unlook {
-            look: "/s".to_owned(),
-        },
-        ControlCommand::Looks,
-        ControlCommand::Exports,
+        ControlCommand::Unlook { look: "/s".into() },
+        ControlCommand::Looks {},
+        ControlCommand::Exports {},
         ControlCommand::ExportCancel {
             disk: "a".to_owned(),
         },
@@ -88,6 +93,7 @@ fn every_command() -> Vec<ControlCommand> {
             text: "before".to_owned(),
         },
         ControlCommand::Config {
+            file: PathBuf::new(),
             saved: vec!["a".to_owned()],
         },
         ControlCommand::Shutdown { now: true },
@@ -96,8 +102,8 @@ fn every_command() -> Vec<ControlCommand> {
 
 #[test]
 fn every_command_is_known_by_its_name() {
-    let wrong = |name| format!("{{\"execute\":\"{name}\",\"arguments\":{{\"no such\":[]}}}}");
-    for name in COMMANDS {
+    let wrong = |name: &str| format!("{{\"execute\":\"{name}\",\"arguments\":{{\"no such\":[]}}}}");
+    for name in ControlCommand::names() {
         let error = parse(&wrong(name)).unwrap_err();
         assert_eq!(error.class, "GenericError", "{error}");
         assert!(
@@ -110,15 +116,15 @@ fn every_command_is_known_by_its_name() {
     assert!(
         error
             .text
-            .ends_with("add-disk, remove-disk, config, shutdown"),
+            .ends_with("looks, exports, export-cancel, shutdown"),
         "{error}"
     );
     let lines = every_command().into_iter().map(|command| command.to_line());
     let lines: Vec<_> = lines
         .map(|line| serde_json::from_str::<Value>(&line).unwrap())
         .collect();
-    for name in COMMANDS {
-        assert!(lines.iter().any(|line| line["execute"] == name), "{name}");
+    for name in ControlCommand::names() {
+        assert!(lines.iter().any(|line| line["execute"] == *name), "{name}");
     }
 }
 
@@ -129,6 +135,84 @@ fn a_request_is_read_as_it_was_written() {
         assert!(!line.contains('\n'), "{line}");
         assert_eq!(parse(&line), Ok(command), "{line}");
     }
+}
+
+/// What older clients and programs of other people send, and older servers read.
+#[test]
+fn a_request_is_written_as_before() {
+    let disk = || Some("a".to_owned());
+    for (command, arguments) in [
+        (
+            ControlCommand::Stats {
+                format: Format::Json,
+            },
+            r#"{"format":"json"},"execute":"stats""#,
+        ),
+        (
+            ControlCommand::Pause { disk: None },
+            r#"{"disk":null},"execute":"pause""#,
+        ),
+        (
+            ControlCommand::Resize {
+                disk: disk(),
+                size_bytes: 512,
+            },
+            r#"{"disk":"a","size_bytes":512},"execute":"resize""#,
+        ),
+        (
+            ControlCommand::SetLimit(LimitChange {
+                disk: disk(),
+                weight: Some(7),
+                ..LimitChange::default()
+            }),
+            r#"{"disk":"a","weight":7},"execute":"set-limit""#,
+        ),
+        (
+            ControlCommand::Export {
+                disk: disk(),
+                at: None,
+                output: "the client's".into(),
+                force: true,
+            },
+            r#"{"at":null,"disk":"a"},"execute":"export""#,
+        ),
+        (
+            ControlCommand::Config {
+                file: "the client's".into(),
+                saved: Vec::new(),
+            },
+            r#"{"saved":[]},"execute":"config""#,
+        ),
+        (
+            ControlCommand::Look(LookRequest {
+                disk: None,
+                at: "cid:1".to_owned(),
+                socket: "/s".into(),
+                scratch: false,
+                keep: true,
+            }),
+            r#"{"at":"cid:1","disk":null,"keep":true,"scratch":false,"socket":"/s"},"execute":"look""#,
+        ),
+        (ControlCommand::Looks {}, r#"{},"execute":"looks""#),
+    ] {
+        assert_eq!(command.to_line(), format!("{{\"arguments\":{arguments}}}"));
+    }
+}
+
+#[test]
+fn the_page_of_the_protocol_has_every_command_and_argument() {
+    let mut table = "| `execute` | `arguments` |\n|---|---|\n".to_owned();
+    for name in ControlCommand::names() {
+        let arguments = ControlCommand::arguments(name).iter();
+        let arguments: Vec<_> = arguments.map(|name| format!("`{name}`")).collect();
+        let _ = writeln!(table, "| `{name}` | {} |", arguments.join(", "));
+    }
+    let path = concat!(env!("CARGO_MANIFEST_DIR"), "/../docs/control-protocol.md");
+    let page = fs::read_to_string(path).unwrap();
+    assert!(
+        page.contains(&table),
+        "docs/control-protocol.md has another table; this is the one of the program:\n{table}"
+    );
 }
 
 #[test]
@@ -168,12 +252,8 @@ fn wrong_requests_are_named() {
             "unsafe",
         ),
         (
-            "{\"execute\": \"points\", \"arguments\": {\"most\": 10001}}",
-            "give at most 10000",
-        ),
-        (
             "{\"execute\": \"set-limit\", \"arguments\": {\"disk\": 1}}",
-            "disk",
+            "expected a string",
         ),
     ] {
         let error = parse(line).unwrap_err().to_string();

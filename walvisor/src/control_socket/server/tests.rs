@@ -9,8 +9,8 @@ use serde_json::Value;
 use walvisor_storage::{BlockingDisk, DiskOptions, Retention, Store, StoreOptions, create_disk};
 
 use super::*;
+use crate::control_socket::MAX_DEPTH;
 use crate::control_socket::fixture::{daemon, disk};
-use crate::control_socket::{COMMANDS, MAX_DEPTH};
 
 /// Sends a line, and returns its answer.
 fn ask(mut stream: &UnixStream, line: &str, files: &[BorrowedFd<'_>]) -> Value {
@@ -92,7 +92,7 @@ fn the_deepest_requests_take_an_eighth_of_the_stack() {
         let nested = |deep: usize| format!("{}1{}", open.repeat(deep), close.repeat(deep));
         let id = nested(MAX_DEPTH - 1);
         // What is parsed and then refused, for its arguments or for want of a descriptor.
-        for name in COMMANDS {
+        for name in ControlCommand::names() {
             let arguments = format!("{{\"disk\":{}}}", nested(MAX_DEPTH - 2));
             let line = format!("{{\"execute\":\"{name}\",\"arguments\":{arguments},\"id\":{id}}}");
             let answer = ask(&client, &line, &[]);
