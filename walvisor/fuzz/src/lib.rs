@@ -31,7 +31,7 @@ use walvisor_vmm::control::RunControl;
 
 use guest::Guest;
 use judge::Judge;
-pub use words::WORDS;
+pub use words::{Piece, pieces};
 
 /// A line has at most 64 KiB, and its decoded form is at most three times as long (`\u0000`); a
 /// client's stack is not counted. The two disks, their queues and the harness's own data take less

@@ -1,6 +1,11 @@
 //! Turns bytes into text. A byte below 0x80 stands for itself; other bytes stand for words of the
 //! protocol, so that a change of one byte changes the request.
 
+use std::collections::BTreeSet;
+use std::sync::LazyLock;
+
+use walvisor::control_socket::ControlCommand;
+
 /// The client's next step.
 pub enum Piece {
     /// The client sends this text.
@@ -9,47 +14,18 @@ pub enum Piece {
     Request,
 }
 
-/// The words that the bytes from 0x80 on stand for. Inputs of the corpus keep their meaning: new
-/// words come last.
-pub const WORDS: [&str; 82] = [
-    "{\"execute\":\"stats\"}\n",
-    "{\"execute\":\"stats\",\"arguments\":{\"format\":\"prometheus\"}}\n",
-    "{\"execute\":\"pause\"}\n",
-    "{\"execute\":\"resume\"}\n",
-    "{\"execute\":\"resize\",\"arguments\":{\"disk\":\"raw\",\"size_bytes\":",
-    "{\"execute\":\"resize\",\"arguments\":{\"disk\":\"ram\",\"size_bytes\":",
-    "{\"execute\":\"set-cache\",\"arguments\":{\"disk\":\"ram\",\"cache\":\"writethrough\"}}\n",
-    "{\"execute\":\"set-cache\",\"arguments\":{\"disk\":\"raw\",\"cache\":\"writethrough\"}}\n",
-    "{\"execute\":\"set-cache\",\"arguments\":{\"disk\":\"raw\",\"cache\":\"writeback\"}}\n",
-    "{\"execute\":\"set-limit\",\"arguments\":{\"disk\":\"ram\",\"ops_per_second\":",
-    "{\"execute\":\"set-limit\",\"arguments\":{\"disk\":\"raw\",\"bytes_per_second\":",
-    "{\"execute\":\"checkpoint\"}\n",
-    "{\"execute\":\"checkpoint\",\"arguments\":{\"disk\":\"raw\"}}\n",
-    "{\"execute\":\"shutdown\"}\n",
-    "{\"execute\":\"shutdown\",\"arguments\":{\"now\":true}}\n",
+/// What stands around names, and values. The bytes from 0x80 on stand for these words, and then for
+/// those of the commands.
+const REST: [&str; 33] = [
+    "}\n",
+    "}}\n",
+    "\"}\n",
+    ",\"arguments\":{",
     "{\"execute\":\"",
-    "\"arguments\":{",
-    "\"disk\":\"",
     "\"id\":",
-    "\"size_bytes\":",
-    "\"cache\":",
-    "\"writeback\"",
-    "\"ops_burst\":",
-    "\"bytes_burst\":",
-    "\"ops_per_second\":",
-    "\"bytes_per_second\":",
-    "\"format\":",
-    "\"now\":",
-    "stats",
-    "pause",
-    "resume",
-    "resize",
-    "set-cache",
-    "set-limit",
-    "checkpoint",
-    "shutdown",
-    "raw",
-    "ram",
+    "\",",
+    "\"disk\":\"raw\"",
+    "\"disk\":\"ram\"",
     "65536",
     "131072",
     "9223372036854775296",
@@ -57,48 +33,43 @@ pub const WORDS: [&str; 82] = [
     "-1",
     "1e300",
     "null",
+    "true",
+    "\"writeback\"",
+    "\"writethrough\"",
+    "\"prometheus\"",
+    "\"lsn:0\"",
+    "\"newest\"",
+    "\"one\"",
+    "\"all\"",
+    "\"path=/dev/null,socket=s\"",
     "\\ud800",
     "\\u0000",
-    "}}\n",
-    "\"}\n",
-    "\",",
-    "[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[",
     "\u{fffd}",
-    "{\"execute\":\"export\",\"arguments\":{\"disk\":\"raw\"}}\n",
+    "[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[",
     "{\"a\":{\"a\":{\"a\":{\"a\":",
     "]]]]",
     "}}}}",
-    "\"at\":\"lsn:0\"",
-    "export",
-    "snapshot",
-    "snapshots",
-    "snapshot-delete",
-    "points",
-    "restore",
-    "mark",
-    "set-retain",
-    "look",
-    "unlook",
-    "looks",
-    "exports",
-    "export-cancel",
-    "add-disk",
-    "remove-disk",
-    "config",
-    "{\"execute\":\"looks\"}\n",
-    "{\"execute\":\"exports\"}\n",
-    "\"at\":\"newest\"",
-    "\"name\":\"one\"",
-    "\"text\":\"one\"",
-    "\"retain\":\"all\"",
-    "\"give_up_history\":true",
-    "\"spec\":\"path=/dev/null,socket=s\"",
-    "\"weight\":",
+    "\n",
 ];
+
+/// The words: of each command the beginning of its request, of each argument its name.
+static WORDS: LazyLock<Vec<String>> = LazyLock::new(|| {
+    let names = ControlCommand::names().iter();
+    let requests = names
+        .clone()
+        .map(|name| format!("{{\"execute\":\"{name}\""));
+    let arguments: BTreeSet<_> = names
+        .flat_map(|name| ControlCommand::arguments(name))
+        .collect();
+    let arguments = arguments.iter().map(|name| format!("\"{name}\":"));
+    let rest = REST.iter().map(|word| (*word).to_owned());
+    let words: Vec<_> = rest.chain(requests).chain(arguments).collect();
+    assert!(words.len() <= usize::from(LONG - 0x80), "a byte for each");
+    words
+});
 /// A byte from `LONG` on below `REQUEST` stands for a power of two of bytes, to make a line too
 /// long.
 const LONG: u8 = 0xf0;
-const _: () = assert!(WORDS.len() <= (LONG - 0x80) as usize);
 /// This byte stands for a request of the guest.
 const REQUEST: u8 = 0xfd;
 /// The byte after this one stands for itself, whatever its value.
@@ -127,8 +98,8 @@ pub fn pieces(input: &[u8], len: usize) -> Vec<Piece> {
                 }
                 LONG..REQUEST => text.resize(text.len() + (1 << (byte - LONG)), b'"'),
                 0x80.. => {
-                    let word = WORDS.get(usize::from(byte - 0x80)).unwrap_or(&"\n");
-                    text.extend_from_slice(word.as_bytes());
+                    let word = WORDS.get(usize::from(byte - 0x80));
+                    text.extend(word.map_or("\n", String::as_str).as_bytes());
                 }
                 byte => text.push(byte),
             }
