@@ -36,6 +36,11 @@ impl ControlError {
         Self::of("GenericError", text)
     }
 
+    /// A request about the disk of this name failed.
+    pub(super) fn at_disk(name: &str, error: impl Display) -> Self {
+        Self::new(format_args!("disk '{name}': {error}"))
+    }
+
     /// There is no such command.
     fn unknown_command(text: impl Display) -> Self {
         Self::of("CommandNotFound", text)
@@ -65,6 +70,17 @@ pub enum Format {
     Json,
     /// As Prometheus text, in `text`.
     Prometheus,
+}
+
+impl Format {
+    /// What `--prometheus` asks for.
+    fn of_flag(prometheus: bool) -> Self {
+        if prometheus {
+            Self::Prometheus
+        } else {
+            Self::Json
+        }
+    }
 }
 
 /// The cache modes that a disk in use can be set to.
@@ -348,16 +364,6 @@ pub enum ControlCommand {
     },
 }
 
-impl Format {
-    fn of_flag(prometheus: bool) -> Self {
-        if prometheus {
-            Self::Prometheus
-        } else {
-            Self::Json
-        }
-    }
-}
-
 /// A size that may be zero.
 fn parse_rate(text: &str) -> Result<u64, String> {
     match text {
@@ -441,11 +447,12 @@ impl ControlCommand {
         if !names.contains(&name) {
             let name: String = name.chars().take(80).collect();
             return Err(ControlError::unknown_command(format_args!(
-                "unknown command '{name}': there are {}",
-                names.join(", ")
+                "unknown command '{name}': {}",
+                KnownNames(names)
             )));
         }
-        serde_json::from_value(json!({ name: arguments }))
+        let command = Map::from_iter([(name.to_owned(), arguments.into())]);
+        serde_json::from_value(command.into())
             .map_err(|error| ControlError::new(format_args!("arguments of {name}: {error}")))
     }
 }

@@ -5,7 +5,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use serde_json::{Value, json};
 
-use super::command::ControlError;
+use super::command::{ControlError, NEWEST};
 
 /// The exports under way.
 #[derive(Default)]
@@ -55,7 +55,7 @@ impl Exports {
     pub(super) fn begin(&self, disk: &str, at: Option<&str>) -> ListedExport<'_> {
         let export = Arc::new(Export {
             disk: disk.to_owned(),
-            at: at.unwrap_or("newest").to_owned(),
+            at: at.unwrap_or(NEWEST).to_owned(),
             passed: AtomicU64::new(0),
             total: AtomicU64::new(0),
             cancelled: AtomicBool::new(false),

@@ -2,6 +2,7 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::ffi::OsStr;
+use std::fmt::Display;
 use std::fs::File;
 use std::os::fd::OwnedFd;
 use std::path::{Path, PathBuf};
@@ -11,7 +12,7 @@ use rustix::net::sockopt;
 use serde::Serialize;
 use serde_json::{Value, json};
 use walvisor_devices::backend::{SECTOR_SIZE, flush};
-use walvisor_devices::throttle::{self};
+use walvisor_devices::throttle;
 use walvisor_storage::{Disk, LogHistory, Retention};
 use walvisor_vmm::disk::DiskInUse;
 
@@ -234,7 +235,7 @@ impl ControlledProcess {
         disk.throttle.set(throttle::Limits::default());
         let rests = disk.device.pause();
         self.limit(disk, limits);
-        rests.map_err(|error| ControlError::new(format_args!("disk '{}': {error}", disk.name)))
+        rests.map_err(|error| ControlError::at_disk(&disk.name, error))
     }
 
     fn resume(&self) {
@@ -274,13 +275,10 @@ impl ControlledProcess {
         let disk = self.disk(name)?;
         let _change = self.change();
         let old_size = disk.backend.sectors() * SECTOR_SIZE;
-        let failed = |error: &dyn std::fmt::Display| {
-            ControlError::new(format_args!("disk '{}': {error}", disk.name))
-        };
         if let Some(why) = disk.device.resize_obstacle() {
-            return Err(failed(&why));
+            return Err(ControlError::at_disk(&disk.name, why));
         }
-        grow(&*disk.backend, size).map_err(|error| failed(&error))?;
+        grow(&*disk.backend, size).map_err(|error| ControlError::at_disk(&disk.name, error))?;
         disk.device.capacity_changed();
         let size = disk.backend.sectors() * SECTOR_SIZE;
         Ok(json!({ "disk": disk.name, "old_size_bytes": old_size, "size_bytes": size }))
@@ -288,17 +286,15 @@ impl ControlledProcess {
 
     fn set_cache(&self, name: Option<&str>, cache: CacheChoice) -> Result<Value, ControlError> {
         let disk = self.disk(name)?;
-        let failed = |error: &dyn std::fmt::Display| {
-            ControlError::new(format_args!("disk '{}': {error}", disk.name))
-        };
         if !disk.backend.capabilities().write_cache_toggle {
-            return Err(failed(&"its cache mode cannot be changed"));
+            let why = "its cache mode cannot be changed";
+            return Err(ControlError::at_disk(&disk.name, why));
         }
         let _change = self.change();
         let on = disk.device.set_write_cache(cache == CacheChoice::Writeback);
         if !on {
             // Writes that completed before the change must be as durable as later ones.
-            flush(&*disk.backend).map_err(|error| failed(&error))?;
+            flush(&*disk.backend).map_err(|error| ControlError::at_disk(&disk.name, error))?;
         }
         Ok(json!({
             "disk": disk.name,
@@ -442,39 +438,34 @@ impl ControlledProcess {
                 "no disk '{name}': another client has removed it"
             )));
         }
-        match hotplug.remove(name, keep_records) {
-            Ok(RemovedDisk::Complete) => {
-                Ok(json!({ "disk": name, "image": "complete", "log": log }))
-            }
-            Ok(RemovedDisk::InLog) => Ok(json!({
-                "disk": name,
-                "image": "incomplete",
-                "log": log,
-                "note": "the log keeps history, and with it this disk's newest records: open the \
-                    disk together with its log",
-            })),
-            Ok(RemovedDisk::Kept) => Ok(json!({
-                "disk": name,
-                "image": "incomplete",
-                "log": log,
-                "note": "what the image lacks is in a file beside the log: open the disk together \
-                    with its log",
-            })),
-            Ok(RemovedDisk::Unfetched) => Ok(json!({
-                "disk": name,
-                "image": "incomplete",
-                "log": log,
-                "note": "'walvisor archive restore' has not fetched all of its image: open the disk \
-                    together with its log, or run the restore again to its end",
-            })),
+        let note = match hotplug.remove(name, keep_records) {
+            Ok(RemovedDisk::Complete) => None,
+            Ok(RemovedDisk::InLog) => Some(
+                "the log keeps history, and with it this disk's newest records: open the disk \
+                 together with its log",
+            ),
+            Ok(RemovedDisk::Kept) => Some(
+                "what the image lacks is in a file beside the log: open the disk together with its \
+                 log",
+            ),
+            Ok(RemovedDisk::Unfetched) => Some(
+                "'walvisor archive restore' has not fetched all of its image: open the disk \
+                 together with its log, or run the restore again to its end",
+            ),
             Err(RemovalError { reason, disk }) => {
                 if let Some(disk) = disk {
                     disk.throttle.set(limits);
                     self.publish(disk);
                 }
-                Err(ControlError::new(format_args!("disk '{name}': {reason}")))
+                return Err(ControlError::at_disk(name, reason));
             }
+        };
+        let image = note.map_or("complete", |_| "incomplete");
+        let mut answer = json!({ "disk": name, "image": image, "log": log });
+        if let Some(note) = note {
+            answer["note"] = note.into();
         }
+        Ok(answer)
     }
 
     fn checkpoint(&self, name: Option<&str>, give_up_history: bool) -> Result<Value, ControlError> {
@@ -490,24 +481,22 @@ impl ControlledProcess {
                 && !given_up.contains_key(&log)
                 && let Some((history, names)) = self.kept_history(disk)
             {
-                given_up.insert(log, (names, history.horizon.unix_us));
+                let lost = given_up_json(&log, &names, history.horizon.unix_us);
+                given_up.insert(log, lost);
             }
         }
         let mut done = Vec::new();
         for disk in disks {
-            let failed = |error| ControlError::new(format_args!("disk '{}': {error}", disk.name));
             // A disk without a log has nothing to copy.
-            let logged = disk.backend.logged();
-            logged
-                .map_or(Ok(()), |disk| disk.checkpoint())
-                .map_err(failed)?;
+            if let Some(logged) = disk.backend.logged() {
+                let copied = logged.checkpoint();
+                copied.map_err(|error| ControlError::at_disk(&disk.name, error))?;
+            }
             done.push(disk.name.clone());
         }
         let mut answer = json!({ "disks": done });
         if !given_up.is_empty() {
-            let logs = given_up.iter();
-            let logs = logs.map(|(log, (disks, since))| given_up_json(log, disks, *since));
-            answer["history_given_up"] = logs.collect();
+            answer["history_given_up"] = given_up.into_values().collect();
         }
         Ok(answer)
     }
@@ -526,10 +515,8 @@ impl ControlledProcess {
         if let Some((history, names)) = lost {
             if !give_up_history {
                 let why = refuse_retention(&history, kept, names);
-                return Err(ControlError::new(format_args!(
-                    "disk '{}': {why}; {GIVE_UP}",
-                    disk.name
-                )));
+                let why = format_args!("{why}; {GIVE_UP}");
+                return Err(ControlError::at_disk(&disk.name, why));
             }
             let (log, since) = (log_name(&*disk.backend), history.horizon.unix_us);
             answer["history_given_up"] = json!([given_up_json(log, &names, since)]);
@@ -577,8 +564,7 @@ impl ControlledProcess {
         let Some((history, names)) = self.kept_history(disk) else {
             return Ok(());
         };
-        refuse_checkpoint(&history, names)
-            .map_err(|error| ControlError::new(format_args!("disk '{}': {error}", disk.name)))
+        refuse_checkpoint(&history, names).map_err(|error| ControlError::at_disk(&disk.name, error))
     }
 
     /// The points of a disk, the newest `most` commits among them.
@@ -642,7 +628,7 @@ impl ControlledProcess {
         let served = self
             .looks
             .serve(name, look, request, listener.into(), files.collect());
-        served.map_err(|error| ControlError::new(format_args!("disk '{name}': {error}")))
+        served.map_err(|error| ControlError::at_disk(name, error))
     }
 
     /// Copies a disk, as of now or of a point, to an empty file. `progress`: see
@@ -661,19 +647,15 @@ impl ControlledProcess {
         let done = match at {
             Some(at) => in_log(&disk, |disk| disk.export_at(at, file, progress))?,
             None => {
-                let failed = |error: &dyn std::fmt::Display| {
-                    ControlError::new(format_args!("disk '{}': {error}", disk.name))
-                };
-                let logged = disk.backend.logged();
-                let logged = logged.ok_or_else(|| {
+                let failed = |error: &dyn Display| ControlError::at_disk(&disk.name, error);
+                let logged = disk.backend.logged().ok_or_else(|| {
                     failed(
                         &"a disk without a log can't be exported while it is in use; copy it \
                           through the door that serves it, or close it and copy its image",
                     )
                 })?;
-                logged
-                    .export(file, progress)
-                    .map_err(|error| failed(&error))?
+                let copied = logged.export(file, progress);
+                copied.map_err(|error| failed(&error))?
             }
         };
         Ok(json!({ "disk": disk.name, "size_bytes": done.size, "copied_bytes": done.copied }))
@@ -690,9 +672,7 @@ fn in_log<T>(
     disk: &DiskLease,
     action: impl FnOnce(&walvisor_storage::Disk) -> walvisor_storage::Result<T>,
 ) -> Result<T, ControlError> {
-    let failed = |error: &dyn std::fmt::Display| {
-        ControlError::new(format_args!("disk '{}': {error}", disk.name))
-    };
+    let failed = |error: &dyn Display| ControlError::at_disk(&disk.name, error);
     let logged = logged(&*disk.backend);
     let logged = logged.ok_or_else(|| failed(&"it has no log, so it has no history"))?;
     action(logged).map_err(|error| failed(&error))
