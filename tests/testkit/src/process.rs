@@ -234,6 +234,28 @@ pub fn succeed(dir: &Path, arguments: &str) -> String {
     text(&output.stdout)
 }
 
+/// Asserts that `walvisor` has ended with `status`, without a word on stdout, and with one line on
+/// stderr that has each of `parts`. Returns that line.
+#[track_caller]
+pub fn assert_refused(output: &Output, status: i32, parts: &[&str]) -> String {
+    let error = text(&output.stderr);
+    assert_eq!(output.status.code(), Some(status), "{error}");
+    assert_eq!(text(&output.stdout), "", "{error}");
+    assert_eq!(error.lines().count(), 1, "{error}");
+    assert!(error.starts_with("walvisor: "), "{error}");
+    for part in parts {
+        assert!(error.contains(part), "{part:?} is missing: {error}");
+    }
+    error
+}
+
+/// Runs `walvisor` in `dir`, and asserts that it refuses that. Returns what it says.
+#[track_caller]
+pub fn refused(dir: &Path, arguments: &str, status: i32, parts: &[&str]) -> String {
+    println!("{arguments}");
+    assert_refused(&walvisor(dir, arguments), status, parts)
+}
+
 /// Makes a disk: `size` may be followed by more arguments of `walvisor disk create`.
 #[track_caller]
 pub fn create(dir: &Path, name: &str, size: &str) {
@@ -316,6 +338,16 @@ impl Daemon {
     #[must_use]
     pub fn pid(&self) -> u32 {
         self.child.id()
+    }
+
+    /// The most memory that it has had resident so far, in bytes.
+    #[must_use]
+    pub fn peak_memory(&self) -> u64 {
+        let status = std::fs::read_to_string(format!("/proc/{}/status", self.pid()));
+        let status = status.expect("a process");
+        let line = status.lines().find_map(|line| line.strip_prefix("VmHWM:"));
+        let kib = line.and_then(|line| line.trim().trim_end_matches(" kB").parse::<u64>().ok());
+        kib.expect("a number of KiB") << 10
     }
 
     /// Sends a signal.

@@ -13,9 +13,9 @@ use std::path::{Path, PathBuf};
 
 use serde_json::Value;
 use walvisor_storage::{DiskOptions, Operation, Store, StoreOptions, create_disk, default_log_dir};
-use walvisor_testkit::process::walvisor;
+use walvisor_testkit::process::{refused, walvisor};
 use walvisor_testkit::queue::{flush, run, write};
-use walvisor_testkit::{copy_image, test_dir};
+use walvisor_testkit::{copy_image, copy_log, test_dir};
 use walvisor_tests::run_sessions;
 
 const WALVISOR: &str = env!("CARGO_BIN_EXE_walvisor");
@@ -42,24 +42,6 @@ fn done(dir: &Path, arguments: &str) -> String {
     String::from_utf8(output.stdout).unwrap()
 }
 
-/// Runs `walvisor`, and asserts exit `status`, an empty stdout, and one line on stderr that
-/// contains each of `parts`.
-#[track_caller]
-fn refused(dir: &Path, arguments: &str, status: i32, parts: &[&str]) {
-    let output = walvisor(dir, arguments);
-    let error = String::from_utf8_lossy(&output.stderr);
-    assert_eq!(output.status.code(), Some(status), "{arguments}: {error}");
-    assert!(output.stdout.is_empty(), "{arguments}: stdout is not empty");
-    assert_eq!(error.lines().count(), 1, "{arguments}: {error}");
-    assert!(error.starts_with("walvisor: "), "{error}");
-    for part in parts {
-        assert!(
-            error.contains(part),
-            "{arguments}: {part:?} is missing: {error}"
-        );
-    }
-}
-
 fn json(text: &str) -> Value {
     serde_json::from_str(text).unwrap_or_else(|error| panic!("{error}: {text}"))
 }
@@ -83,9 +65,7 @@ fn names(dir: &Path) -> Vec<String> {
 fn crash(log: &Path, disks: &[&Path], to: &Path) {
     let log_copy = to.join(log.file_name().unwrap());
     std::fs::create_dir_all(&log_copy).unwrap();
-    for name in names(log).iter().filter(|name| !name.ends_with(".new")) {
-        std::fs::copy(log.join(name), log_copy.join(name)).unwrap();
-    }
+    copy_log(log, &log_copy);
     for disk in disks {
         copy_image(disk, &to.join(disk.file_name().unwrap()));
     }
@@ -171,19 +151,9 @@ fn each_command_answers_and_does_it() {
         assert!(bytes == states[5][..4 << 20], "{name}");
     }
     // What was refused was not made.
-    let none = [
-        "none",
-        "none.wal",
-        "none.img",
-        "none.img.wal",
-        "third",
-        "clone.wal",
-    ];
-    assert!(
-        none.iter().all(|name| !dir.join(name).exists()),
-        "{:?}",
-        names(&dir)
-    );
+    for none in "none none.wal none.img none.img.wal third clone.wal".split(' ') {
+        assert!(!dir.join(none).exists(), "{none}");
+    }
 }
 
 #[test]

@@ -2,25 +2,12 @@
 //! status 1 or 2.
 
 use std::fs;
-use std::process::Output;
 
+use walvisor_testkit::process::assert_refused;
 use walvisor_tests::{QemuNbd, have, run_sessions};
 
 use crate::kernel::{self, KernelAction};
-use crate::{has_kvm, stderr, stdout, test_dir, walvisor};
-
-/// Asserts exit `status`, and one line on stderr that contains each of `parts`.
-#[track_caller]
-fn refused(output: &Output, status: i32, parts: &[&str]) {
-    let error = stderr(output);
-    assert_eq!(output.status.code(), Some(status), "{error}");
-    assert!(output.stdout.is_empty(), "stdout is not empty");
-    assert_eq!(error.lines().count(), 1, "not one line: {error}");
-    assert!(error.starts_with("walvisor: "), "{error}");
-    for part in parts {
-        assert!(error.contains(part), "{part:?} is missing: {error}");
-    }
-}
+use crate::{has_kvm, stdout, test_dir, walvisor};
 
 #[test]
 fn wrong_usage_is_one_line_and_status_2() {
@@ -141,11 +128,8 @@ fn a_bad_kernel_initrd_or_command_line_is_named_with_what_is_wrong() {
     let run = "run --memory 4M --console off --kernel";
     let whole = dir.join("whole");
     let rest = [whole.as_os_str(), "--cmdline".as_ref(), long.as_ref()];
-    refused(
-        &walvisor(run, &rest),
-        1,
-        &["2048 bytes", "2047", "--cmdline"],
-    );
+    let parts = ["2048 bytes", "2047", "--cmdline"];
+    assert_refused(&walvisor(run, &rest), 1, &parts);
 }
 
 /// Nothing is made, and no file is changed, for a run that has a bad kernel, initrd, console or disk.
@@ -172,7 +156,7 @@ fn a_run_that_does_not_begin_changes_nothing() {
         let rest = [whole.as_os_str(), "--disk".as_ref(), disk.as_ref()];
         let parts = ["held.img", "QEMU", "open for writing", "fuser -v"];
         let run = "run --memory 4M --console off --kernel";
-        refused(&walvisor(run, &rest), 1, &parts);
+        assert_refused(&walvisor(run, &rest), 1, &parts);
     }
     for (name, contents) in files {
         assert_eq!(fs::read(dir.join(name)).unwrap(), contents, "{name}");

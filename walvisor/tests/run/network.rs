@@ -7,6 +7,7 @@ use std::process::{Command, Stdio};
 
 use rustix::process::{Pid, Signal, kill_process};
 use walvisor_testkit::leash;
+use walvisor_testkit::process::assert_refused;
 use walvisor_tests::have_passt;
 
 use crate::kernel::{self, KernelAction};
@@ -20,18 +21,9 @@ fn kernel(then: KernelAction) -> (tempfile::TempDir, PathBuf) {
 }
 
 /// The arguments of a run of the kernel with this network.
-fn arguments<'a>(kernel: &'a str, net: &'a str) -> [&'a str; 9] {
-    [
-        "run",
-        "--memory",
-        "4M",
-        "--kernel",
-        kernel,
-        "--cmdline",
-        "booted",
-        "--net",
-        net,
-    ]
+fn arguments<'a>(kernel: &'a str, net: &'a str) -> impl Iterator<Item = &'a str> {
+    let words = "run --memory 4M --cmdline booted".split(' ');
+    words.chain(["--kernel", kernel, "--net", net])
 }
 
 /// The passt whose parent is `parent`, if it has one.
@@ -113,11 +105,7 @@ fn a_network_that_is_not_there_is_one_line() {
     ] {
         let mut run = Command::new(env!("CARGO_BIN_EXE_walvisor"));
         run.args(arguments(kernel, net)).env("PATH", "/no/programs");
-        let run = run.output().unwrap();
-        let error = stderr(&run);
-        assert_eq!(run.status.code(), Some(status), "{net}: {error}");
-        assert_eq!(error.lines().count(), 1, "{error}");
-        assert!(parts.iter().all(|part| error.contains(part)), "{error}");
+        assert_refused(&run.output().unwrap(), status, &parts);
     }
     let help = command(["run", "--net", "help"]).output().unwrap();
     assert_eq!(help.status.code(), Some(0));

@@ -9,11 +9,12 @@ use std::path::Path;
 use std::process::{Command, Stdio};
 
 use walvisor_testkit::nbd::{READ, RawClient, WRITE};
+use walvisor_testkit::process::assert_refused;
 use walvisor_testkit::{http, wait_until};
 use walvisor_tests::have;
 
 use super::vhost_user::Client;
-use super::{Daemon, WALVISOR, client, create, test_dir, text};
+use super::{Daemon, WALVISOR, client, create, test_dir};
 
 /// `walvisor serve nbd` with `socket` as descriptor 3. A shell runs `variables` first; $$ in it is
 /// the daemon's pid.
@@ -111,13 +112,8 @@ fn inherited_sockets_must_belong_to_disks() {
     let ours = "LISTEN_PID=$$ LISTEN_FDS=1";
     let refused = |socket: OwnedFd, variables: &str, parts: &[&str]| {
         let mut command = activated(dir, socket, variables, "--disk path=disk.img,socket=s");
-        let output = command.output().unwrap();
-        let error = text(&output.stderr);
-        assert_eq!(output.status.code(), Some(1), "{variables}: {error}");
-        assert_eq!(error.lines().count(), 1, "{variables}: {error}");
-        for part in parts {
-            assert!(error.contains(part), "{variables}: {part:?}: {error}");
-        }
+        println!("{variables}");
+        assert_refused(&command.output().unwrap(), 1, parts);
         assert!(!dir.join("s").exists());
     };
     let unix = UnixListener::bind(dir.join("t")).unwrap();

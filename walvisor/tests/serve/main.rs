@@ -42,7 +42,9 @@ use std::process::{Command, Stdio};
 
 use serde_json::Value;
 use walvisor_testkit::nbd::{READ, RawClient};
-use walvisor_testkit::process::{client, create, foreign, run_client, succeed, text, walvisor};
+use walvisor_testkit::process::{
+    client, create, foreign, refused, run_client, succeed, text, walvisor,
+};
 use walvisor_testkit::{Daemon, Process, noise, test_dir};
 
 const WALVISOR: &str = env!("CARGO_BIN_EXE_walvisor");
@@ -86,25 +88,7 @@ fn errors(dir: &Path) -> String {
     fs::read_to_string(dir.join("errors")).unwrap()
 }
 
-/// Asserts that `walvisor` ends with `status` and one line on stderr that has each of `parts`.
-/// Returns that line.
-#[track_caller]
-fn refused(dir: &Path, arguments: &str, status: i32, parts: &[&str]) -> String {
-    let output = walvisor(dir, arguments);
-    let error = text(&output.stderr);
-    assert_eq!(output.status.code(), Some(status), "{arguments}: {error}");
-    assert_eq!(error.lines().count(), 1, "{arguments}: {error}");
-    for part in parts {
-        assert!(
-            error.contains(part),
-            "{arguments}: {part:?} is missing: {error}"
-        );
-    }
-    assert_eq!(text(&output.stdout), "", "{arguments}");
-    error
-}
-
-/// The same for a request to the daemon at the control socket `ctl`.
+/// Asserts that the daemon at the control socket `ctl` refuses a request. Returns what it says.
 #[track_caller]
 fn ctl_refused(dir: &Path, words: &str, parts: &[&str]) -> String {
     refused(dir, &format!("ctl ctl {words}"), 1, parts)
