@@ -1,20 +1,23 @@
-//! The programs that attack a daemon: they end, and the client beside the attackers has worked all
-//! the time. And a daemon of which one thread is stopped.
+//! Attacks on a daemon, and the client beside the attackers, which works all the time. And a daemon
+//! of which one thread is stopped.
 
 use std::fs;
 use std::path::Path;
 use std::process::Command;
+use std::time::Duration;
 
 use nix::sys::ptrace;
 use nix::sys::wait::{WaitPidFlag, waitpid};
 use nix::unistd::Pid;
-use walvisor_testkit::hostile::{Victim, nbd, vhost_user};
+use walvisor_testkit::hostile::{
+    Attack, AttackTarget, Attackers, Commits, Victim, nbd, vhost_user,
+};
 use walvisor_testkit::vhost_user_client::VhostUserClient;
-use walvisor_testkit::{Daemon, wait_until};
+use walvisor_testkit::{Daemon, test_dir, wait_until};
 use walvisor_tests::{binary, serve, succeed};
 
 /// What the daemon may use.
-const LIMIT_MIB: u64 = 256;
+const LIMIT: u64 = 256 << 20;
 
 /// Two disks on one log.
 fn create(dir: &Path) {
@@ -24,49 +27,34 @@ fn create(dir: &Path) {
     }
 }
 
-/// Runs a program for a second for each attack, and checks that the victim has made commits beside
-/// each of them.
-fn attack(dir: &Path, program: &str, arguments: &[&str], attacks: &[&str]) {
-    let mut command = Command::new(program);
-    let output = command.args(arguments).arg("1").current_dir(dir).output();
-    let output = output.unwrap();
-    let errors = String::from_utf8_lossy(&output.stderr);
-    assert!(output.status.success(), "{errors}");
-    let told = String::from_utf8(output.stdout).unwrap();
-    let lines: Vec<_> = told.lines().collect();
-    assert_eq!(lines.len(), 1 + attacks.len(), "{told}");
-    for (line, name) in lines.iter().zip(["alone"].iter().chain(attacks)) {
-        let rest = line.strip_prefix(&format!("{name}: "));
-        let commits = rest.and_then(|rest| rest.split(' ').next());
-        let commits: f64 = commits.unwrap_or_else(|| panic!("{line}")).parse().unwrap();
-        assert!(commits > 0.0, "{line}");
+/// Makes each attack for a second, and the victim's commits beside it.
+fn attack(attacks: &'static [Attack], target: &AttackTarget, victim: &mut dyn Victim) {
+    for attack in attacks {
+        let attackers = Attackers::start(attack, target);
+        let commits = Commits::count(victim, Duration::from_secs(1));
+        let (count, ended) = (attackers.count(), attackers.end());
+        let name = attack.name;
+        let commits = commits.unwrap_or_else(|error| panic!("{name}: no server: {error}"));
+        println!("{name}: {commits:?}, {ended} disconnected of {count} attackers");
+        assert!(count > 0, "{name}");
     }
-}
-
-/// The most MiB of memory that a daemon has had.
-fn peak_mib(daemon: &Daemon) -> u64 {
-    let status = fs::read_to_string(format!("/proc/{}/status", daemon.pid())).unwrap();
-    let line = status.lines().find_map(|line| line.strip_prefix("VmHWM:"));
-    let kib = line.unwrap().trim().trim_end_matches(" kB");
-    kib.parse::<u64>().unwrap() / 1024
 }
 
 #[test]
 fn a_disk_works_beside_hostile_front_ends_of_another() {
-    let dir = tempfile::tempdir().unwrap();
-    let dir = dir.path();
+    let dir = &test_dir();
     create(dir);
     let daemon = serve(
         dir,
         &format!(
-            "--memory-limit {LIMIT_MIB}M --disk path=a,log=log,socket=s,queues=4 --disk \
+            "--memory-limit {LIMIT} --disk path=a,log=log,socket=s,queues=4 --disk \
              path=b,log=log,socket=t"
         ),
     );
-    let program = env!("CARGO_BIN_EXE_hostile-vhost-user");
-    let attacks = vhost_user::ATTACKS.each_ref().map(|attack| attack.name);
-    attack(dir, program, &["s", "t"], &attacks);
-    assert!(peak_mib(&daemon) <= LIMIT_MIB + LIMIT_MIB / 10);
+    let mut victim = VhostUserClient::connect(&dir.join("t"), 1);
+    let target = AttackTarget::new(&dir.join("s"), "");
+    attack(&vhost_user::ATTACKS, &target, &mut victim);
+    assert!(daemon.peak_memory() <= LIMIT + LIMIT / 10);
     // It tells of the attackers that it has disconnected, and it has not failed.
     let errors = daemon.stop();
     assert!(
@@ -77,21 +65,20 @@ fn a_disk_works_beside_hostile_front_ends_of_another() {
 
 #[test]
 fn a_disk_works_beside_hostile_clients_of_another() {
-    let dir = tempfile::tempdir().unwrap();
-    let dir = dir.path();
+    let dir = &test_dir();
     create(dir);
     let _ = binary();
     let daemon = Daemon::start(
         dir,
         &format!(
-            "--memory-limit {LIMIT_MIB}M --disk path=a,log=log,socket=s --disk \
+            "--memory-limit {LIMIT} --disk path=a,log=log,socket=s --disk \
              path=b,log=log,socket=s"
         ),
     );
-    let program = env!("CARGO_BIN_EXE_hostile-nbd");
-    let attacks = nbd::ATTACKS.each_ref().map(|attack| attack.name);
-    attack(dir, program, &["s", "a", "b"], &attacks);
-    assert!(peak_mib(&daemon) <= LIMIT_MIB + LIMIT_MIB / 10);
+    let socket = dir.join("s");
+    let mut victim = nbd::victim(&socket, "b").unwrap();
+    attack(&nbd::ATTACKS, &AttackTarget::new(&socket, "a"), &mut victim);
+    assert!(daemon.peak_memory() <= LIMIT + LIMIT / 10);
     let _ = daemon.stop();
 }
 
@@ -117,8 +104,7 @@ fn is_asleep(process: u32, thread: Pid) -> bool {
 /// As a debugger does it: SIGSTOP would stop the whole process.
 #[test]
 fn a_stopped_thread_delays_only_what_it_serves() {
-    let dir = tempfile::tempdir().unwrap();
-    let dir = dir.path();
+    let dir = &test_dir();
     create(dir);
     let _ = binary();
     let disks =

@@ -9,12 +9,10 @@
 pub mod nbd;
 pub mod vhost_user;
 
-use std::env;
 use std::io;
 use std::net::Shutdown;
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
-use std::process::ExitCode;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread;
@@ -203,74 +201,4 @@ impl Commits {
             longest,
         })
     }
-}
-
-/// Attacks `target` in each way for `time`, beside `victim`, and tells on stdout what became of it.
-///
-/// # Errors
-/// If the victim loses its server.
-pub fn tell(
-    attacks: &'static [Attack],
-    target: &AttackTarget,
-    victim: &mut dyn Victim,
-    time: Duration,
-) -> io::Result<()> {
-    let line = |name: &str, commits: Commits| {
-        let (per_s, longest) = (commits.per_s, commits.longest.as_millis());
-        // One in three seconds is not none.
-        let decimals = usize::from(per_s < 10.0);
-        format!("{name}: {per_s:.decimals$} commits/s, the longest {longest} ms")
-    };
-    println!("{}", line("alone", Commits::count(victim, time)?));
-    for attack in attacks {
-        let attackers = Attackers::start(attack, target);
-        let commits = Commits::count(victim, time);
-        let count = attackers.count();
-        let ended = attackers.end();
-        let told = if attack.repeats {
-            format!("disconnected {ended} times")
-        } else {
-            format!("{ended} of {count} attackers disconnected")
-        };
-        println!("{}, {told}", line(attack.name, commits?));
-    }
-    Ok(())
-}
-
-/// The main function of a program that attacks: `attack` gets the arguments before SECONDS, which
-/// `usage` names, and the time of each attack.
-#[must_use]
-pub fn main<const N: usize>(
-    usage: &str,
-    attack: impl FnOnce(&[String; N], Duration) -> io::Result<()>,
-) -> ExitCode {
-    let (names, time) = match parse(usage, env::args().skip(1).collect()) {
-        Ok(parsed) => parsed,
-        Err(wrong) => {
-            eprintln!("{wrong}");
-            return ExitCode::from(2);
-        }
-    };
-    match attack(&names, time) {
-        Ok(()) => ExitCode::SUCCESS,
-        Err(error) => {
-            eprintln!("{error}: the client beside the attackers has lost its server");
-            ExitCode::from(1)
-        }
-    }
-}
-
-fn parse<const N: usize>(
-    usage: &str,
-    mut arguments: Vec<String>,
-) -> Result<([String; N], Duration), String> {
-    const DEFAULT: Duration = Duration::from_secs(5);
-    let usage = || format!("usage: {usage} [SECONDS]");
-    let seconds = (arguments.len() > N).then(|| arguments.pop()).flatten();
-    let names = arguments.try_into().map_err(|_| usage())?;
-    let time = seconds.map_or(Ok(DEFAULT), |seconds| {
-        seconds.parse().map(Duration::from_secs)
-    });
-    let time = time.map_err(|_| format!("{}; SECONDS is a whole number", usage()))?;
-    Ok((names, time))
 }

@@ -5,12 +5,15 @@ use std::io;
 use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::fs::FileExt;
 use std::os::unix::net::UnixStream;
+use std::sync::Arc;
 
 use rustix::event::{EventfdFlags, PollFd, PollFlags, eventfd, poll};
+use vm_memory::{Bytes, FileOffset, GuestAddress, GuestMemoryMmap};
 
 use super::{Attack, AttackTarget, COMMIT_BYTES, LONGEST_WAIT, Victim};
 use crate::vhost_user::*;
 use crate::vhost_user_client::VhostUserClient;
+use crate::virtio::{Memory, Piece, Ring};
 use crate::{PATIENCE, noise};
 
 /// Bytes of each read.
@@ -48,7 +51,7 @@ pub static ATTACKS: [Attack; 7] = [
         front_end.fields(GET_FEATURES, &[]);
         io::Read::read_exact(&mut front_end.socket, &mut [0; 20])?;
         page.set_len(0)?;
-        ring(&kick)
+        knock(&kick)
     }),
     attack("pipes as call descriptors", true, |stream| {
         let mut front_end = front_end(stream)?;
@@ -65,10 +68,11 @@ pub static ATTACKS: [Attack; 7] = [
     attack("a chain that loops", true, |stream| {
         let (mut front_end, page) = (front_end(stream)?, memory(0x1000));
         // It goes on at itself: the address of its 16 bytes, their number, NEXT, and 0.
-        page.write_all_at(&descriptor(0x400, 16, 1, 0), 0)?;
+        page.write_all_at(&0x400_u64.to_le_bytes(), 0)?;
+        page.write_all_at(&[16, 0, 0, 0, 1, 0, 0, 0], 8)?;
         page.write_all_at(&1_u16.to_le_bytes(), 0x102)?;
         let kick = start_ring(&mut front_end, &page)?;
-        ring(&kick)?;
+        knock(&kick)?;
         front_end.fields(GET_FEATURES, &[]);
         io::Read::read_exact(&mut front_end.socket, &mut [0; 20])?;
         hang_up(stream)
@@ -95,7 +99,7 @@ fn event() -> io::Result<OwnedFd> {
     Ok(eventfd(0, flags)?)
 }
 
-fn ring(bell: &OwnedFd) -> io::Result<()> {
+fn knock(bell: &OwnedFd) -> io::Result<()> {
     // Its counter may be full.
     let _ = rustix::io::write(bell, &1_u64.to_ne_bytes());
     Ok(())
@@ -109,29 +113,16 @@ fn start_ring(front_end: &mut FrontEnd, page: &File) -> io::Result<OwnedFd> {
     Ok(kick)
 }
 
-/// A descriptor of a virtqueue.
-fn descriptor(address: u64, length: u32, flags: u16, next: u16) -> [u8; 16] {
-    let mut bytes = [0; 16];
-    bytes[..8].copy_from_slice(&address.to_le_bytes());
-    bytes[8..12].copy_from_slice(&length.to_le_bytes());
-    bytes[12..14].copy_from_slice(&flags.to_le_bytes());
-    bytes[14..].copy_from_slice(&next.to_le_bytes());
-    bytes
-}
-
 /// A queue that always has the same number of reads available or in flight.
 ///
 /// ```text
-///   0x4000 for each queue: descriptors, 0x800 available ring, 0x1000 used ring
+///   0x4000 for each queue: its ring
 ///   HEADERS: a header for each chain    STATUS    DATA: a MiB, which all reads overwrite
 /// ```
-struct FullQueue<'a> {
-    memory: &'a File,
-    at: u64,
+struct FullQueue {
+    ring: Ring,
     kick: OwnedFd,
     call: OwnedFd,
-    available: u16,
-    used: u16,
 }
 
 const HEADERS: u64 = 0x1_0000;
@@ -139,93 +130,70 @@ const STATUS: u64 = 0x1_1000;
 const DATA: u64 = 0x2_0000;
 const MEMORY_BYTES: u64 = DATA + READ_BYTES as u64;
 
-impl<'a> FullQueue<'a> {
+impl FullQueue {
     fn start(
         front_end: &mut FrontEnd,
-        memory: &'a File,
+        memory: &Memory,
         index: u32,
         reads: u16,
     ) -> io::Result<Self> {
-        const NEXT: u16 = 1;
-        const WRITE: u16 = 2;
-        let mut queue = Self {
-            memory,
-            at: u64::from(index) * 0x4000,
-            kick: event()?,
-            call: event()?,
-            available: 0,
-            used: 0,
-        };
+        let at = GuestAddress(u64::from(index) * 0x4000);
+        let mut ring = Ring::new(Arc::clone(memory), QUEUE_SIZE, at, false);
         for read in 0..reads {
-            let head = read * 3;
-            let header_at = HEADERS + u64::from(read) * 16;
+            let header = HEADERS + u64::from(read) * 16;
             // VIRTIO_BLK_T_IN is 0, and so is what is reserved. Each reads another MiB.
             let sector = u64::from(read) * u64::from(READ_BYTES) / 512;
-            memory.write_all_at(&sector.to_le_bytes(), header_at + 8)?;
-            let chain = [
-                descriptor(header_at, 16, NEXT, head + 1),
-                descriptor(DATA, READ_BYTES, NEXT | WRITE, head + 2),
-                descriptor(STATUS, 1, WRITE, 0),
-            ];
-            memory.write_all_at(&chain.concat(), queue.at + u64::from(head) * 16)?;
-            queue.make_available(head)?;
+            let written = memory.write_obj(sector, GuestAddress(header + 8));
+            written.map_err(io::Error::other)?;
+            ring.add(&[
+                Piece::readable(GuestAddress(header), 16),
+                Piece::writable(GuestAddress(DATA), READ_BYTES),
+                Piece::writable(GuestAddress(STATUS), 1),
+            ]);
         }
+        let (kick, call) = (event()?, event()?);
         let number = |value: u32| payload(&[pair(index, value)]);
         front_end.message(SET_VRING_NUM, &number(QUEUE_SIZE.into()), &[]);
         front_end.message(SET_VRING_BASE, &number(0), &[]);
-        let rings = [queue.at, queue.at + 0x1000, queue.at + 0x800, 0];
-        front_end.message(SET_VRING_ADDR, &[number(0), payload(&rings)].concat(), &[]);
+        let [descriptors, available, used] = ring.addresses();
+        let addresses = payload(&[u64::from(index), descriptors, used, available, 0]);
+        front_end.message(SET_VRING_ADDR, &addresses, &[]);
         let of = payload(&[index.into()]);
-        front_end.message(SET_VRING_CALL, &of, &[queue.call.as_fd()]);
-        front_end.message(SET_VRING_KICK, &of, &[queue.kick.as_fd()]);
+        front_end.message(SET_VRING_CALL, &of, &[call.as_fd()]);
+        front_end.message(SET_VRING_KICK, &of, &[kick.as_fd()]);
         front_end.message(SET_VRING_ENABLE, &number(1), &[]);
-        queue.publish()?;
-        Ok(queue)
-    }
-
-    fn make_available(&mut self, head: u16) -> io::Result<()> {
-        let slot = u64::from(self.available % QUEUE_SIZE);
-        let at = self.at + 0x800 + 4 + slot * 2;
-        self.memory.write_all_at(&head.to_le_bytes(), at)?;
-        self.available = self.available.wrapping_add(1);
-        Ok(())
-    }
-
-    fn publish(&self) -> io::Result<()> {
-        let index = self.available.to_le_bytes();
-        self.memory.write_all_at(&index, self.at + 0x802)?;
-        ring(&self.kick)
+        ring.publish();
+        knock(&kick)?;
+        Ok(Self { ring, kick, call })
     }
 
     /// Asks again for what has been answered.
     fn fill(&mut self) -> io::Result<()> {
         // Fails if the server has only rung other queues.
         let _ = rustix::io::read(&self.call, &mut [0; 8]);
-        let mut index = [0; 2];
-        self.memory.read_exact_at(&mut index, self.at + 0x1002)?;
-        let end = u16::from_le_bytes(index);
-        if self.used == end {
+        let before = self.ring.available_index();
+        while let Some((head, _)) = self.ring.take_used_keep_chain() {
+            self.ring.offer(head);
+        }
+        if self.ring.available_index() == before {
             return Ok(());
         }
-        while self.used != end {
-            let slot = u64::from(self.used % QUEUE_SIZE);
-            let mut head = [0; 2];
-            let at = self.at + 0x1000 + 4 + slot * 8;
-            self.memory.read_exact_at(&mut head, at)?;
-            self.make_available(u16::from_le_bytes(head))?;
-            self.used = self.used.wrapping_add(1);
-        }
-        self.publish()
+        self.ring.publish();
+        knock(&self.kick)
     }
 }
 
 /// Keeps `queues` queues full of `reads` reads each.
 fn read_for_ever(stream: &UnixStream, queues: u32, reads: u16) -> io::Result<()> {
-    let memory = memory(MEMORY_BYTES);
+    let shared = memory(MEMORY_BYTES);
+    let file = FileOffset::new(shared.try_clone()?, 0);
+    let range = (GuestAddress(0), MEMORY_BYTES as usize, Some(file));
+    let memory = GuestMemoryMmap::from_ranges_with_files([range]).map_err(io::Error::other)?;
+    let memory = Arc::new(memory);
     let mut front_end = front_end(stream)?;
     front_end.fields(SET_FEATURES, &[FEATURES]);
     let region = payload(&[1, 0, MEMORY_BYTES, 0, 0]);
-    front_end.message(SET_MEM_TABLE, &region, &[memory.as_fd()]);
+    front_end.message(SET_MEM_TABLE, &region, &[shared.as_fd()]);
     let queues = (0..queues).map(|index| FullQueue::start(&mut front_end, &memory, index, reads));
     let mut queues = queues.collect::<io::Result<Vec<_>>>()?;
     loop {
