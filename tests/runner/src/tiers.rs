@@ -23,7 +23,6 @@ pub(crate) const GUESTS: &[&str] = &[
     "tests/power_cut/xfs_and_",
     "tests/scsi_conformance/",
     "tests/tcmu_kernel/",
-    "tests/vhost_user/a_kill",
     "walvisor/archive/a_real_server",
 ];
 

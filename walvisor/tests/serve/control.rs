@@ -12,7 +12,6 @@ use walvisor_testkit::nbd::{FLUSH, PAYLOAD_LEN, READ, RawClient, WRITE, extended
 use walvisor_testkit::{MemoryFs, wait_until};
 use walvisor_tests::run_sessions;
 
-use super::vhost_user::FrontEnd;
 use super::{
     Daemon, MIB, create, ctl, errors, metric, noise, serve_telling, succeed, test_dir, told,
 };
@@ -270,32 +269,6 @@ fn stats_tell_of_a_disk_without_space() {
     assert_eq!(daemon.child.wait().unwrap().code(), Some(1));
     sending.join().unwrap();
     assert!(errors(dir).contains("No space left"), "{}", errors(dir));
-}
-
-#[test]
-fn vhost_user_disks_are_paused_and_grow() {
-    let dir = &test_dir();
-    create(dir, "disk.img", "1M");
-    let arguments = "--control ctl --disk path=disk.img,socket=s,queues=2";
-    let daemon = Daemon::start_door(dir, "vhost-user", arguments);
-    // Pauses work without a front-end, twice, and with one.
-    for _ in 0..2 {
-        assert_eq!(ctl(dir, "pause"), json!({ "state": "paused" }));
-        assert_eq!(ctl(dir, "stats")["state"], "paused");
-        assert_eq!(ctl(dir, "resume"), json!({ "state": "running" }));
-    }
-    let mut front_end = FrontEnd::connect(&dir.join("s"));
-    assert_eq!(front_end.capacity(), MIB / 512);
-    assert_eq!(ctl(dir, "pause"), json!({ "state": "paused" }));
-    assert_eq!(front_end.capacity(), MIB / 512, "it is heard all the same");
-    ctl(dir, "resume");
-    assert_eq!(ctl(dir, "resize --size 2M")["size_bytes"], 2 * MIB);
-    // Messages arrive in order: after the pause the session has also handled the resize.
-    ctl(dir, "pause");
-    assert_eq!(front_end.capacity(), 2 * MIB / 512);
-    ctl(dir, "resume");
-    ctl(dir, "shutdown");
-    ends(daemon);
 }
 
 /// Whether there is a reply to read already.

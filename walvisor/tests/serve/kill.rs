@@ -121,36 +121,3 @@ fn answered_writes_survive_a_kill_unless_answer_is_memory() {
         assert_eq!(daemon.stop(), "");
     }
 }
-
-/// QEMU reconnects by itself, and its guest does not notice.
-#[test]
-fn qemu_finds_its_answered_writes_after_a_kill() {
-    if !have("qemu-io", "qemu-utils") {
-        return;
-    }
-    let dir = &test_dir();
-    create(dir, "disk.img", "4M");
-    let arguments = "--disk path=disk.img,socket=s";
-    let daemon = Daemon::start(dir, arguments);
-    let image = "driver=nbd,server.type=unix,server.path=s,export=disk.img,reconnect-delay=100";
-    let mut qemu = StepProgram::start(foreign(dir, "qemu-io").args(["--image-opts", image]));
-    // qemu-io reads no line before it has printed its prompt.
-    let mut step = |line: &str| {
-        qemu.wait_for("qemu-io> ");
-        qemu.say(line);
-    };
-    step("write -P 7 0 64k");
-    step("write -z 64k 4k");
-    // When the next prompt appears, both writes are answered.
-    step("help");
-    let daemon = restart(daemon, dir, arguments);
-    step("flush");
-    step("read -P 7 0 64k");
-    let said = qemu.wait_for("bytes at offset 0\n");
-    assert!(
-        said.contains("read 65536/65536") && !said.contains("failed"),
-        "{said}"
-    );
-    drop(qemu);
-    assert_eq!(daemon.stop(), "");
-}

@@ -7,6 +7,7 @@ use std::path::Path;
 use walvisor_testkit::nbd::{BLOCK_STATUS, FLUSH, READ, RawClient, WRITE, WRITE_ZEROES};
 use walvisor_tests::have;
 
+use super::vhost_user::Client;
 use super::{Daemon, MIB, client, create, refused, succeed, test_dir};
 
 /// The largest disk in bytes that Linux and the NBD protocol can address: offsets are signed.
@@ -100,6 +101,20 @@ for call in [lambda: h.pread(512, n), lambda: h.pwrite(bytes(1024), n - 512), la
         assert_eq!(daemon.stop(), "");
     }
     succeed(dir, "disk check largest.img --log logs");
+
+    let disk = "--disk path=largest.img,log=logs,socket=v";
+    let daemon = Daemon::start_door(dir, "vhost-user", disk);
+    let mut virtio = Client::connect(&dir.join("v"), 1);
+    assert_eq!(virtio.capacity(), LARGEST / 512);
+    for byte in [b'b', 4] {
+        virtio.read(0, 0, LARGEST - 512, 512);
+        virtio.finish(0, 1);
+        assert_eq!(virtio.data(0, 512), [byte; 512]);
+        virtio.write(0, 0, LARGEST - 512, &[4; 512]);
+        virtio.finish(0, 1);
+    }
+    drop(virtio);
+    assert_eq!(daemon.stop(), "");
 }
 
 /// A reply to BLOCK_STATUS covers 8 GiB at most, and libnbd and QEMU ask for less than 4 GiB:

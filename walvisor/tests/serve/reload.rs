@@ -6,12 +6,14 @@ use std::path::Path;
 
 use rustix::fs::{CWD, FileType, Mode, mknodat};
 use rustix::process::Signal;
+use serde_json::{Value, json};
 use walvisor_testkit::nbd::RawClient;
 use walvisor_testkit::{Process, wait_until};
 
 use super::slow_holes::{end, mount, read_from_image};
 use super::{
-    Daemon, MIB, create, ctl, disk_names, errors, refused, serve_command, serve_telling, test_dir,
+    Daemon, MIB, create, ctl, disk_names, errors, refused, serve_command, serve_telling, succeed,
+    test_dir,
 };
 
 /// The beginning of each file here.
@@ -28,6 +30,16 @@ fn write(dir: &Path, disks: &[&str]) {
     fs::write(dir.join("pool.toml"), pool(disks)).unwrap();
 }
 
+/// Makes these disks on one log, and serves those of the pool, which keys describe.
+#[track_caller]
+fn serve_pool(dir: &Path, made: &[&str], served: &[&str]) -> Daemon {
+    for disk in made {
+        create(dir, disk, "1M --log log");
+    }
+    write(dir, served);
+    serve_telling(dir, SERVE, served.len())
+}
+
 /// Has the daemon read its file again, and waits until it has said `part`.
 #[track_caller]
 fn reload_says(daemon: &Daemon, dir: &Path, part: &str) {
@@ -35,16 +47,31 @@ fn reload_says(daemon: &Daemon, dir: &Path, part: &str) {
     wait_until(part, || errors(dir).contains(part));
 }
 
+/// Has the daemon carry out a file with these disks, and waits until it serves them.
+#[track_caller]
+fn reload(daemon: &Daemon, dir: &Path, disks: &[&str], names: &[&str]) {
+    write(dir, disks);
+    daemon.signal(Signal::HUP);
+    wait_until("the disks", || disk_names(dir) == names);
+}
+
 #[test]
 fn a_file_that_is_wrong_anywhere_changes_nothing() {
     let dir = &test_dir();
-    for disk in ["a", "b", "c", "d"] {
-        create(dir, disk, "1M --log log");
-    }
     symlink("c", dir.join("same")).unwrap();
-    write(dir, &["path = 'a'", "path = 'b'"]);
-    let daemon = serve_telling(dir, SERVE, 2);
-    let mut client = RawClient::extended_to(&dir.join("n"), "b");
+    let disks = ["path = 'a'", "path = 'b'"];
+    let daemon = serve_pool(dir, &["a", "b", "c", "d"], &disks);
+    let checked = succeed(dir, "config check pool.toml --json");
+    let checked: Value = serde_json::from_str(&checked).unwrap();
+    assert_eq!(checked, json!({ "file": "pool.toml", "disks": 2 }));
+    refused(
+        dir,
+        "config check none.toml",
+        1,
+        &["none.toml: No such file"],
+    );
+    let [mut kept, mut client] =
+        ["a", "b"].map(|disk| RawClient::extended_to(&dir.join("n"), disk));
     for (disks, part) in [
         // What the check of the file refuses.
         (
@@ -65,6 +92,10 @@ fn a_file_that_is_wrong_anywhere_changes_nothing() {
             ["path = 'c'", "path = 'same'"],
             "disk 'same': another disk, 'c', has the same image",
         ),
+        (
+            ["path = 'c'", "path = 'd'\ncashe = 1"],
+            "unknown key 'cashe'",
+        ),
     ] {
         write(dir, &["path = 'a'", disks[0], disks[1]]);
         refused(dir, "config check pool.toml", 1, &["pool.toml: ", part]);
@@ -72,6 +103,10 @@ fn a_file_that_is_wrong_anywhere_changes_nothing() {
         reload_says(&daemon, dir, part);
         assert_eq!(disk_names(dir), ["a", "b"], "{part}");
     }
+    let outside = test_dir();
+    create(&outside, "e", "1M");
+    let there = outside.join("e");
+    let outside = format!("path = '{}'\nlog = '{0}.wal'", there.display());
     for (disks, part) in [
         // What this daemon can't do, after a disk that it could add.
         (
@@ -86,6 +121,7 @@ fn a_file_that_is_wrong_anywhere_changes_nothing() {
             "only where this daemon listens already",
         ),
         (["path = 'c'", "path = 'missing'"], "missing: "),
+        (["path = 'c'", &outside], "is not beneath a --disk-dir"),
     ] {
         write(dir, &["path = 'a'", disks[0], disks[1]]);
         reload_says(&daemon, dir, part);
@@ -98,19 +134,27 @@ fn a_file_that_is_wrong_anywhere_changes_nothing() {
     reload_says(&daemon, dir, "not a regular file");
     fs::remove_file(&pool).unwrap();
     let told = errors(dir);
-    assert_eq!(told.lines().count(), 7, "{told}");
+    assert_eq!(told.lines().count(), 9, "{told}");
     for line in told.lines() {
         assert!(line.contains("pool.toml: "), "{line}");
         assert!(line.ends_with("the disks stay as they are"), "{line}");
     }
     client.write(1, 0, &[7; 512]);
-    // Nothing of the refused files is in the way of one that is right.
-    write(dir, &["path = 'a'", "path = 'c'", "path = 'd'"]);
-    daemon.signal(Signal::HUP);
-    wait_until("the disks", || disk_names(dir) == ["a", "c", "d"]);
+    kept.write(1, 0, &[5; 512]);
+    // Nothing of the refused files is in the way of one that is right. The client of a disk that
+    // stays notices nothing.
+    let disks = ["path = 'a'", "path = 'c'", "path = 'd'"];
+    reload(&daemon, dir, &disks, &["a", "c", "d"]);
     assert!(client.is_closed());
     assert_eq!(errors(dir), told);
+    kept.flush(2);
+    drop(kept);
+    RawClient::extended_to(&dir.join("n"), "c").write(2, 0, &[6; 512]);
     daemon.stop();
+    for (disk, byte) in [("a", 5), ("b", 7), ("c", 6)] {
+        let image = fs::read(dir.join(disk)).unwrap();
+        assert_eq!(image[..512], [byte; 512], "{disk}");
+    }
 }
 
 /// One that SIGHUP has removed is named as `ctl remove-disk` names it; one that may not go stays,
@@ -147,53 +191,38 @@ fn a_disk_that_goes_is_named() {
 #[test]
 fn disks_are_known_by_their_images_whatever_their_serials() {
     let dir = &test_dir();
-    create(dir, "a", "1M --log log");
+    fs::create_dir(dir.join("sub")).unwrap();
     create(dir, "b", "2M --log log");
-    symlink("a", dir.join("link")).unwrap();
-    write(dir, &["path = 'a'\nserial = 'x'"]);
-    let daemon = serve_telling(dir, SERVE, 1);
+    symlink("sub/a", dir.join("link")).unwrap();
+    let daemon = serve_pool(dir, &["sub/a"], &["path = 'sub/a'\nserial = 'x'"]);
     let mut client = RawClient::extended_to(&dir.join("n"), "x");
     // The same disk, which keeps its clients.
     write(dir, &["path = 'link'\nserial = 'y'"]);
     reload_says(&daemon, dir, "the keys of disk 'x' have changed");
     client.write(1, 0, &[7; 512]);
+    let passes = |disk: &str, mib: u64| {
+        write(dir, &[disk]);
+        daemon.signal(Signal::HUP);
+        wait_until("the other disk", || {
+            ctl(dir, "stats")["disks"][0]["size_bytes"] == mib * MIB
+        });
+    };
     // Another disk with the same serial.
-    write(dir, &["path = 'b'\nserial = 'x'"]);
-    daemon.signal(Signal::HUP);
+    passes("path = 'b'\nserial = 'x'", 2);
     assert!(client.is_closed());
-    wait_until("the other disk", || {
-        ctl(dir, "stats")["disks"][0]["size_bytes"] == 2 * MIB
-    });
     assert_eq!(disk_names(dir), ["x"]);
+    // The name of a disk at its door is not that by which the daemon knows it.
+    for (disk, mib) in [("path = 'sub/a'", 1), ("path = 'b'\nserial = 'a'", 2)] {
+        passes(disk, mib);
+        drop(RawClient::extended_to(&dir.join("n"), "a"));
+    }
+    fs::remove_file(dir.join("pool.toml")).unwrap();
+    let part = "pool.toml: No such file or directory (os error 2); the disks";
+    reload_says(&daemon, dir, part);
     daemon.stop();
 }
 
 /// Pools whose files are links that are swapped. The daemon may read nothing else of `dir`.
-/// A disk's name at its door is not that by which the daemon knows it.
-#[test]
-fn a_name_passes_to_another_disk() {
-    let dir = &test_dir();
-    fs::create_dir(dir.join("sub")).unwrap();
-    create(dir, "sub/b", "1M --log log");
-    create(dir, "c", "2M --log log");
-    write(dir, &["path = 'sub/b'"]);
-    let daemon = serve_telling(dir, SERVE, 1);
-    drop(RawClient::extended_to(&dir.join("n"), "b"));
-    write(dir, &["path = 'c'\nserial = 'b'"]);
-    daemon.signal(Signal::HUP);
-    wait_until("the other disk", || {
-        ctl(dir, "stats")["disks"][0]["size_bytes"] == 2 * MIB
-    });
-    drop(RawClient::extended_to(&dir.join("n"), "b"));
-    fs::remove_file(dir.join("pool.toml")).unwrap();
-    reload_says(
-        &daemon,
-        dir,
-        "pool.toml: No such file or directory (os error 2); the disks",
-    );
-    daemon.stop();
-}
-
 #[test]
 fn a_file_behind_links_is_read_again() {
     let dir = &test_dir();
@@ -297,9 +326,7 @@ fn a_daemon_that_opens_no_more_disks_lets_disks_go() {
         reload_says(&daemon, dir, &part);
         assert_eq!(disk_names(dir), ["a", "b"]);
     }
-    write(dir, &["path = 'a'"]);
-    daemon.signal(Signal::HUP);
-    wait_until("the disks", || disk_names(dir) == ["a"]);
+    reload(&daemon, dir, &["path = 'a'"], &["a"]);
     daemon.stop();
 }
 
@@ -309,27 +336,20 @@ fn a_removal_that_waits_does_not_make_the_daemon_deaf() {
     let Some(slow) = mount(dir) else {
         return;
     };
-    for disk in ["a", "b"] {
-        create(dir, disk, "1M --log log");
-    }
     const SLOW: &str = "path = 'slow/disk.img'\nlog = 'slow-log'\nserial = 'slow'";
-    write(dir, &["path = 'a'", SLOW]);
-    let mut daemon = serve_telling(dir, SERVE, 2);
+    let mut daemon = serve_pool(dir, &["a", "b"], &["path = 'a'", SLOW]);
     let mut client = RawClient::extended_to(&dir.join("n"), "slow");
     slow.halt();
     read_from_image(dir, &mut client);
-    write(dir, &["path = 'a'"]);
-    daemon.signal(Signal::HUP);
-    wait_until("the removal", || disk_names(dir) == ["a"]);
+    reload(&daemon, dir, &["path = 'a'"], &["a"]);
     // A request to read the file again has to wait.
     write(dir, &["path = 'a'", "path = 'b'"]);
     daemon.signal(Signal::HUP);
     slow.resume();
     assert_eq!(client.reply().cookie, 3);
     wait_until("the disk", || disk_names(dir) == ["a", "b"]);
-    write(dir, &["path = 'a'", "path = 'b'", SLOW]);
-    daemon.signal(Signal::HUP);
-    wait_until("the disk", || disk_names(dir) == ["a", "b", "slow"]);
+    let disks = ["path = 'a'", "path = 'b'", SLOW];
+    reload(&daemon, dir, &disks, &["a", "b", "slow"]);
     let mut client = RawClient::extended_to(&dir.join("n"), "slow");
     slow.halt();
     read_from_image(dir, &mut client);
