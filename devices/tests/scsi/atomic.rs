@@ -54,9 +54,12 @@ fn other_disks_promise_nothing() {
             assert_eq!(atomic_limits(&mut bench), [0; 5]);
             assert!(!is_reported(&mut bench));
             let block = vec![7; size as usize];
-            let refused = bench.refused(&write_atomic(0, 0, 1), &block);
-            assert_eq!(refused.code, INVALID_OPCODE);
-            assert_eq!(refused.cdb, Some((0, None)));
+            bench.refuses(
+                &write_atomic(0, 0, 1),
+                &block,
+                INVALID_OPCODE,
+                Some((0, None)),
+            );
         }
     }
 }
@@ -94,11 +97,10 @@ fn what_is_not_promised_is_refused_and_writes_nothing() {
             (write_atomic(0, end - 1, 2), OUT_OF_RANGE, None),
             (write_atomic(0, u64::MAX, 1), OUT_OF_RANGE, None),
         ] {
-            let refused = bench.refused(&cdb, &data);
-            assert_eq!((refused.code, refused.cdb), (code, field), "{cdb:02x?}");
+            bench.refuses(&cdb, &data, code, field);
         }
-        let refused = bench.refused(&write_atomic(0, 0, 8), &data[..8 * size as usize - 1]);
-        assert_eq!((refused.code, refused.cdb), (INVALID_CDB, Some((12, None))));
+        let short = &data[..8 * size as usize - 1];
+        bench.refuses(&write_atomic(0, 0, 8), short, INVALID_CDB, Some((12, None)));
         assert!(bench.read(0, u32::from(most)).iter().all(|&byte| byte == 0));
     }
 }

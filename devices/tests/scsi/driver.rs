@@ -249,6 +249,28 @@ impl Bench {
         fixed(&outcome)
     }
 
+    /// Runs a command that sends `bytes` and must fail with `code`. `field`: the byte and bit that
+    /// are wrong, in the parameter list for [`INVALID_LIST`] and else in the CDB.
+    #[track_caller]
+    pub fn refuses(
+        &mut self,
+        cdb: &[u8],
+        bytes: &[u8],
+        code: SenseCode,
+        field: Option<(u16, Option<u8>)>,
+    ) {
+        let found = self.refused(cdb, bytes);
+        let fields = match code {
+            INVALID_LIST => (None, field),
+            _ => (field, None),
+        };
+        assert_eq!(
+            (found.code, (found.cdb, found.list)),
+            (code, fields),
+            "{cdb:02x?}"
+        );
+    }
+
     /// Reads blocks with READ (16).
     pub fn read(&mut self, lba: u64, blocks: u32) -> Vec<u8> {
         let room = blocks as usize * self.unit.block_size() as usize;

@@ -150,8 +150,7 @@ fn capacity() {
         assert_eq!(bench.receive(&cdb, 64), long[..12]);
         // The last block can be read, and the block after it cannot.
         bench.read(last.into(), 1);
-        let refused = bench.refused(&cdb10(0x28, 0, last, 2), &[]);
-        assert_eq!((refused.code, refused.cdb), (OUT_OF_RANGE, None));
+        bench.refuses(&cdb10(0x28, 0, last, 2), &[], OUT_OF_RANGE, None);
     }
 }
 
@@ -176,6 +175,5 @@ fn there_is_one_unit() {
     assert_eq!(bench.receive(&cdb(0), 64), one);
     assert_eq!(bench.receive(&cdb(2), 64), one);
     assert_eq!(bench.receive(&cdb(1), 64), [0; 8]);
-    let refused = bench.refused(&cdb(3), &[]);
-    assert_eq!((refused.code, refused.cdb), (INVALID_CDB, Some((2, None))));
+    bench.refuses(&cdb(3), &[], INVALID_CDB, Some((2, None)));
 }

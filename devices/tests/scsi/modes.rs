@@ -96,11 +96,7 @@ fn turning_the_cache_off_puts_it_onto_the_medium() {
 
     let mut bench = Bench::over(Arc::new(RamDisk::with_power_loss(64, false)), 512);
     let list = caching(false);
-    let refused = bench.refused(&select(&list), &list);
-    assert_eq!(
-        (refused.code, refused.list),
-        (INVALID_LIST, Some((6, Some(2))))
-    );
+    bench.refuses(&select(&list), &list, INVALID_LIST, Some((6, Some(2))));
     assert_eq!(sense(&mut bench, 1, 8)[14], 0, "and says so before");
 }
 
@@ -170,9 +166,7 @@ fn lists_that_are_wrong_change_nothing() {
         (both(with(control(false), 7, 0x00)), 27, Some(4)),
         (both(with(control(false), 12, 0x7f)), 32, Some(7)),
     ] {
-        let refused = bench.refused(&select(&list), &list);
-        assert_eq!(refused.code, INVALID_LIST, "{list:02x?}");
-        assert_eq!(refused.list, Some((byte, bit)), "{list:02x?}");
+        bench.refuses(&select(&list), &list, INVALID_LIST, Some((byte, bit)));
     }
     let cut = |list: Vec<u8>, len: usize| list[..len].to_vec();
     for list in [
@@ -193,10 +187,8 @@ fn lists_that_are_wrong_change_nothing() {
         ([0x1a, 0, 0x02, 0, 255, 0], (2, Some(5))),
         ([0x1a, 0, 0x08, 1, 255, 0], (3, None)),
     ] {
-        let refused = bench.refused(&cdb, &caching(false));
-        assert_eq!((refused.code, refused.cdb), (INVALID_CDB, Some(at)));
+        bench.refuses(&cdb, &caching(false), INVALID_CDB, Some(at));
     }
-    let refused = bench.refused(&[0x1a, 0, 0xc8, 0, 255, 0], &[]);
-    assert_eq!((refused.code, refused.cdb), (SAVING, None));
+    bench.refuses(&[0x1a, 0, 0xc8, 0, 255, 0], &[], SAVING, None);
     assert!(bench.unit.backend().write_cache());
 }

@@ -67,26 +67,14 @@ fn unmap_lists_are_checked_before_anything_is_unmapped() {
         (0, 8193),
     ] {
         let list = unmap_list(&[(0, 8), range]);
-        let refused = bench.refused(&unmap(40), &list);
-        assert_eq!(
-            (refused.code, refused.list),
-            (OUT_OF_RANGE, None),
-            "{range:?}"
-        );
+        bench.refuses(&unmap(40), &list, OUT_OF_RANGE, None);
     }
     let many = unmap_list(&[(0, 1); 257]);
-    let refused = bench.refused(&unmap(many.len() as u16), &many);
-    assert_eq!(
-        (refused.code, refused.list),
-        (INVALID_LIST, Some((2, None)))
-    );
+    let cdb = unmap(many.len() as u16);
+    bench.refuses(&cdb, &many, INVALID_LIST, Some((2, None)));
     assert_eq!(bench.read(0, 64), bytes);
-    // ANCHOR.
-    let refused = bench.refused(&cdb10(0x42, 1, 0, 40), &list);
-    assert_eq!(
-        (refused.code, refused.cdb),
-        (INVALID_CDB, Some((1, Some(0))))
-    );
+    let anchor = cdb10(0x42, 1, 0, 40);
+    bench.refuses(&anchor, &list, INVALID_CDB, Some((1, Some(0))));
 
     // A list whose UNMAP DATA LENGTH ends within its last descriptor.
     let mut list = unmap_list(&[(0, 1), (1, 1)]);
@@ -100,11 +88,7 @@ fn unmap_lists_are_checked_before_anything_is_unmapped() {
     let list = unmap_list(&[(0, most - 1), (0, 1)]);
     bench.send(&unmap(40), &list);
     let list = unmap_list(&[(0, most), (0, 1)]);
-    let refused = bench.refused(&unmap(40), &list);
-    assert_eq!(
-        (refused.code, refused.list),
-        (INVALID_LIST, Some((32, None)))
-    );
+    bench.refuses(&unmap(40), &list, INVALID_LIST, Some((32, None)));
 }
 
 #[test]
@@ -161,15 +145,9 @@ fn write_same_has_limits() {
         (&cdb10(0x41, 0x01, 0, 1), (1, Some(0))),
         (&cdb16(0x93, 0x20, 0, 1), (1, Some(5))),
     ] {
-        let refused = bench.refused(cdb, &[0; 512]);
-        assert_eq!(
-            (refused.code, refused.cdb),
-            (INVALID_CDB, Some(at)),
-            "{cdb:02x?}"
-        );
+        bench.refuses(cdb, &[0; 512], INVALID_CDB, Some(at));
     }
-    let refused = bench.refused(&cdb16(0x93, 9, (1 << 21) - 1, 2), &[]);
-    assert_eq!(refused.code, OUT_OF_RANGE);
+    bench.refuses(&cdb16(0x93, 9, (1 << 21) - 1, 2), &[], OUT_OF_RANGE, None);
 }
 
 /// Status and range of each descriptor.
@@ -206,8 +184,7 @@ fn status_tells_what_is_unmapped() {
         assert_eq!(status(&mut bench, 0, 4096), all);
         assert_eq!(status(&mut bench, at(22), 4096)[0], (1, at(22), 2 * per));
         assert_eq!(status(&mut bench, 0, 40), all[..2]);
-        let refused = bench.refused(&cdb16(0x9e, 0x12, blocks, 64), &[]);
-        assert_eq!(refused.code, OUT_OF_RANGE);
+        bench.refuses(&cdb16(0x9e, 0x12, blocks, 64), &[], OUT_OF_RANGE, None);
     }
     // A disk that does not know its allocation reports all of it as mapped.
     let mut bench = Bench::ram(BYTES, 512);

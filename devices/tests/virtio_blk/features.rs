@@ -1,13 +1,12 @@
 //! Features that follow from the backend and the configuration, and their effects (virtio 1.2,
 //! 5.2.3 to 5.2.6, 6).
 
-use std::sync::Arc;
 use std::time::Instant;
 
 use virtio_bindings::virtio_blk::*;
 use walvisor_devices::backend::Backend;
 use walvisor_devices::backend::ram::RamDisk;
-use walvisor_devices::block::{BlockConfig, VirtioBlock};
+use walvisor_devices::block::BlockConfig;
 use walvisor_storage::{DiskOptions, Store, StoreOptions, create_disk, default_log_dir};
 
 use crate::driver::*;
@@ -52,24 +51,6 @@ fn blocks_of_4096_bytes_are_told_and_sectors_still_work(kind: Kind) {
     assert_eq!(u64::from_le_bytes(driver.read_config(0)), 64, "capacity");
     driver.write(0, 3, &pattern(3, 512));
     assert_eq!(driver.read(0, 3, 512), pattern(3, 512));
-}
-
-#[test]
-fn a_block_size_that_the_disk_does_not_fit_is_refused() {
-    let refuse = |sectors, block_size| {
-        let config = BlockConfig {
-            block_size,
-            ..config(1)
-        };
-        let error = VirtioBlock::new(Arc::new(RamDisk::new(sectors)), config).err();
-        error.map(|error| error.to_string())
-    };
-    assert_eq!(refuse(16, 4096), None);
-    let message = refuse(17, 4096).expect("half a block");
-    assert!(message.contains("block-size=4096") && message.contains("17 sectors"));
-    for size in [0, 1, 511, 1024, 8192, u32::MAX] {
-        assert!(refuse(16, size).is_some_and(|message| message.contains("512 or 4096")));
-    }
 }
 
 #[test]
@@ -301,14 +282,6 @@ fn workers_keep_to_their_processors(kind: Kind) {
     for (name, cpu) in [("virtio-blk-q7", cpus[0]), ("virtio-blk-q6", last)] {
         // A listing of threads may miss some while others end.
         wait_until(name, || processors(name).contains(&cpu.to_string()));
-    }
-    let absent = BlockConfig {
-        worker_cpus: vec![1023],
-        ..config(1)
-    };
-    if !allowed.is_set(1023) {
-        let refused = VirtioBlock::new(Arc::new(RamDisk::new(8)), absent).err();
-        assert!(refused.is_some_and(|error| error.to_string().contains("CPU 1023")));
     }
 }
 

@@ -136,8 +136,8 @@ impl Gate {
         release
     }
 
-    /// Makes the next look-up of extents wait, and its thread with it, until the sender sends or is
-    /// gone.
+    /// Makes the next look-up of extents wait, and its thread with it, until the sender sends. If the
+    /// sender is dropped, the look-up panics.
     pub fn hold_up_look_up(&self) -> Sender<()> {
         let (release, released) = channel();
         *self.shared.hold_up_look_up.lock().expect("a channel") = Some(released);
@@ -216,7 +216,7 @@ impl Mapped for Gate {
             .expect("a channel")
             .take();
         if let Some(released) = held {
-            let _ = released.recv();
+            released.recv().expect("a test wants this panic");
         }
         Ok(vec![Extent::data(sectors)])
     }

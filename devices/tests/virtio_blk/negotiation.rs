@@ -1,5 +1,7 @@
 //! Features, status and configuration space (virtio 1.2, 2.1, 2.2, 2.5, 5.2.3 to 5.2.5).
 
+use std::sync::Arc;
+
 use virtio_bindings::virtio_blk::*;
 use walvisor_devices::backend::MAX_REQUEST_BYTES;
 use walvisor_devices::backend::ram::RamDisk;
@@ -119,38 +121,45 @@ fn a_resize_changes_the_generation_and_interrupts(kind: Kind) {
 
 #[test]
 fn a_device_that_makes_no_sense_is_refused_in_one_line() {
-    let refuse = |config: BlockConfig| {
-        let error = VirtioBlock::new(std::sync::Arc::new(RamDisk::new(8)), config);
-        error.err().expect("an error").to_string()
+    let refuse = |backend: Gate, change: fn(&mut BlockConfig)| {
+        let mut config = config(1);
+        change(&mut config);
+        let error = VirtioBlock::new(Arc::new(backend), config).err();
+        error.map(|error| error.to_string())
     };
-    assert!(refuse(config(0)).contains("queues=0"));
-    assert!(refuse(config(257)).contains("queues=257"));
-    for queue_size in [0, 2, 3, 100, 2048, u16::MAX] {
-        let message = refuse(BlockConfig {
-            queue_size,
-            ..config(1)
-        });
-        assert!(
-            message.contains(&format!("queue-size={queue_size}")),
-            "{message}"
-        );
+    let disk = |sectors| Gate::new(RamDisk::new(sectors));
+    type Change = fn(&mut BlockConfig);
+    let wrong: [(u64, Change, &str); 16] = [
+        (8, |it| it.queues = 0, "queues=0"),
+        (8, |it| it.queues = 257, "queues=257"),
+        (8, |it| it.queue_size = 0, "queue-size=0"),
+        (8, |it| it.queue_size = 2, "queue-size=2"),
+        (8, |it| it.queue_size = 3, "queue-size=3"),
+        (8, |it| it.queue_size = 100, "queue-size=100"),
+        (8, |it| it.queue_size = 2048, "queue-size=2048"),
+        (8, |it| it.queue_size = u16::MAX, "queue-size=65535"),
+        (8, |it| it.serial = "x".repeat(21), "20 bytes"),
+        (17, |it| it.block_size = 4096, "block-size=4096"),
+        (17, |it| it.block_size = 4096, "17 sectors"),
+        (16, |it| it.block_size = 0, "512 or 4096"),
+        (16, |it| it.block_size = 511, "512 or 4096"),
+        (16, |it| it.block_size = 1024, "512 or 4096"),
+        (16, |it| it.block_size = 8192, "512 or 4096"),
+        (16, |it| it.block_size = u32::MAX, "512 or 4096"),
+    ];
+    for (sectors, change, part) in wrong {
+        let message = refuse(disk(sectors), change).expect(part);
+        assert!(message.contains(part), "{part}: {message}");
+        assert!(!message.contains('\n'), "{message}");
     }
-    let message = refuse(BlockConfig {
-        serial: "x".repeat(21),
-        ..config(1)
-    });
-    assert!(
-        message.contains("20 bytes") && !message.contains('\n'),
-        "{message}"
-    );
-    assert!(matches!(
-        VirtioBlock::new(std::sync::Arc::new(huge()), config(1)),
-        Err(BlockError::Capacity(_))
-    ));
-}
-
-fn huge() -> Gate {
-    let gate = Gate::new(RamDisk::new(8));
-    gate.set_sectors(1 << 55);
-    gate
+    assert_eq!(refuse(disk(16), |it| it.block_size = 4096), None);
+    let allowed = rustix::thread::sched_getaffinity(None).expect("an affinity");
+    if !allowed.is_set(1023) {
+        let message = refuse(disk(8), |it| it.worker_cpus = vec![1023]);
+        assert!(message.expect("no such processor").contains("CPU 1023"));
+    }
+    let huge = disk(8);
+    huge.set_sectors(1 << 55);
+    let refused = VirtioBlock::new(Arc::new(huge), config(1));
+    assert!(matches!(refused, Err(BlockError::Capacity(_))));
 }

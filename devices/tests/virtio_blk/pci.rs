@@ -9,12 +9,12 @@ use walvisor_devices::block::VirtioBlock;
 use crate::driver::*;
 use crate::gate::Gate;
 
-pub fn device(queues: u16) -> PciDriver {
-    let disk = Arc::new(RamDisk::new(64));
-    PciDriver::discover(
-        VirtioBlock::new(disk, config(queues)).expect("a device"),
-        guest_memory(),
-    )
+pub fn block(queues: u16) -> VirtioBlock {
+    VirtioBlock::new(Arc::new(RamDisk::new(64)), config(queues)).expect("a device")
+}
+
+fn device(queues: u16) -> PciDriver {
+    PciDriver::discover(block(queues), guest_memory())
 }
 
 /// A driver whose PCI side tests can access: a live device with one queue.
@@ -66,9 +66,8 @@ impl LiveDevice {
 
 pub fn live(queues: u16) -> LiveDevice {
     let memory = guest_memory();
-    let disk = Arc::new(RamDisk::new(64));
-    let device = VirtioBlock::new(disk, config(queues)).expect("a device");
-    LiveDevice::start(PciDriver::new(device, Arc::clone(&memory)), memory)
+    let pci = PciDriver::new(block(queues), Arc::clone(&memory));
+    LiveDevice::start(pci, memory)
 }
 
 #[test]
@@ -232,9 +231,7 @@ fn halves_of_a_64_bit_field_are_written_on_their_own() {
 #[test]
 fn a_queue_reset_unmaps_its_vector() {
     let memory = guest_memory();
-    let disk = Arc::new(RamDisk::new(64));
-    let device = VirtioBlock::new(disk, config(1)).expect("a device");
-    let mut pci = PciDriver::new(device, Arc::clone(&memory));
+    let mut pci = PciDriver::new(block(1), Arc::clone(&memory));
     for status in [1, 3] {
         pci.set_status(status);
     }

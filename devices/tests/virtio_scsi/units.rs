@@ -250,6 +250,25 @@ fn a_look_up_of_extents_holds_up_no_other_command(kind: Kind) {
     let expected = [[0, 0, 0, 20, 0, 0, 0, 0], [0, 0, 0, 0, 0, 0, 0, 8]].concat();
     assert_eq!(answer.data[..16], expected);
     assert_eq!(answer.data[16..24], [0, 0, 0, 56, 0, 0, 0, 0]);
+    // One that panics is an error of its command: MEDIUM ERROR, UNRECOVERED READ ERROR. The next
+    // waits for it.
+    let panics = gate.hold_up_look_up();
+    let posted = [(); 2].map(|()| {
+        let posted = driver.post_command(REQUESTS, lun(0), 5, &GET_LBA_STATUS, &[], 24);
+        driver.kick(REQUESTS);
+        posted
+    });
+    wait_until("the look-up", || gate.look_ups() == 2);
+    write(&mut driver, 0, 9, &[7; 512]);
+    drop(panics);
+    for (posted, verdict) in posted.iter().zip([(OK, CHECK), (OK, 0)]) {
+        let (head, written) = driver.next_used(REQUESTS);
+        let answer = driver.command_answer(posted, written);
+        assert_eq!((head, answer.verdict()), (posted.head, verdict));
+        if verdict.1 == CHECK {
+            assert_eq!((answer.sense[2], answer.code()), (3, [0x11, 0]));
+        }
+    }
 }
 
 fn exclusive_commands_wait_across_queues(kind: Kind) {

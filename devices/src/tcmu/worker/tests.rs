@@ -4,12 +4,12 @@
 use std::io::{Read, Write};
 use std::os::unix::net::UnixStream;
 use std::sync::Mutex;
-use std::sync::mpsc::{Receiver, Sender, channel};
+use std::sync::mpsc::channel;
 
 use super::super::kernel::{EndedCommand, Kernel, Request};
 use super::*;
+use crate::backend::Backend;
 use crate::backend::ram::RamDisk;
-use crate::backend::{Backend, BackendQueue, Capabilities, Extent, Mapped};
 
 const BLOCK: usize = 512;
 
@@ -145,86 +145,6 @@ fn a_volatile_cache_is_reported_before_a_write_is_answered() {
     // The owner cannot turn writeback on: an initiator that has seen writethrough would not flush.
     backend.set_write_cache(false);
     assert!(!control.set_write_cache(true));
-}
-
-/// A disk whose file system answers no look-up of extents before the test says so.
-struct HeldLookUps {
-    disk: RamDisk,
-    begun: Mutex<Sender<()>>,
-    released: Mutex<Receiver<()>>,
-}
-
-impl Backend for HeldLookUps {
-    fn sectors(&self) -> u64 {
-        self.disk.sectors()
-    }
-
-    fn capabilities(&self) -> Capabilities {
-        self.disk.capabilities()
-    }
-
-    fn write_cache(&self) -> bool {
-        self.disk.write_cache()
-    }
-
-    fn set_write_cache(&self, on: bool) {
-        self.disk.set_write_cache(on);
-    }
-
-    fn mapped(&self) -> Option<&dyn Mapped> {
-        Some(self)
-    }
-
-    fn open_queue(&self) -> io::Result<Box<dyn BackendQueue>> {
-        self.disk.open_queue()
-    }
-}
-
-impl Mapped for HeldLookUps {
-    fn extents(&self, _: u64, _: u64, _: usize) -> io::Result<Vec<Extent>> {
-        self.begun.lock().unwrap().send(()).unwrap();
-        let released = self.released.lock().unwrap().recv();
-        released.map_err(io::Error::other)?;
-        panic!("a look-up that panics is an error of its command");
-    }
-}
-
-#[test]
-fn a_look_up_of_extents_holds_up_no_other_command() {
-    let (begin, begun) = channel();
-    let (release, released) = channel();
-    let mut host = TestHost::with_disk(HeldLookUps {
-        disk: RamDisk::new(64),
-        begun: Mutex::new(begin),
-        released: Mutex::new(released),
-    });
-    host.start();
-    // GET LBA STATUS.
-    let look_up = |host: &mut TestHost| {
-        let mut cdb = vec![0x9e, 0x12];
-        cdb.resize(16, 0);
-        cdb[13] = 24;
-        let id = host.queue(Request {
-            cdb,
-            read: 24,
-            ..Request::default()
-        });
-        host.ring();
-        id
-    };
-    let first = look_up(&mut host);
-    begun.recv().unwrap();
-    host.run(write(1, 9));
-    assert_eq!(host.run(read(1, 1)).data, [9; BLOCK]);
-    let second = look_up(&mut host);
-    release.send(()).unwrap();
-    begun.recv().unwrap();
-    drop(release);
-    for (ended, id) in host.wait_for_ended(2).iter().zip([first, second]) {
-        // MEDIUM ERROR, UNRECOVERED READ ERROR.
-        assert_eq!((ended.id, ended.status, ended.sense[2]), (id, 2, 3));
-        assert_eq!(ended.sense[12..14], [0x11, 0]);
-    }
 }
 
 #[test]
