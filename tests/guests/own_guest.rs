@@ -4,7 +4,6 @@
 
 use std::fs;
 use std::io::{Read, Write};
-use std::net::TcpListener;
 use std::os::unix::fs::symlink;
 use std::path::Path;
 use std::process::{ChildStdout, Command, Stdio};
@@ -13,22 +12,13 @@ use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::process::{Pid, Signal, kill_process};
 use rustix::termios::tcgetattr;
 use walvisor_guest_images::{Machine, obstacle, program};
-use walvisor_testkit::Process;
 use walvisor_testkit::process::{client, run};
+use walvisor_testkit::{Process, TestDir, test_dir};
 use walvisor_tests::{binary, have, have_all, have_passt, have_python, succeed, terminal};
 
-/// With `port=` on the kernel's command line it fetches its greeting's first line from this
-/// machine, at its gateway's address.
 const INIT: &str = "#!/bin/sh
 /bin/busybox --install -s /bin
-if [ \"$port\" ]; then
-    device=$(ls /sys/class/net | grep -v lo)
-    ip link set \"$device\" up
-    printf '#!/bin/sh\\n[ \"$1\" = bound ] || exit 0\\nip addr add $ip/$mask dev $interface\\nip route add default via $router\\necho $router >/run/router\\n' >/run/lease
-    chmod 755 /run/lease
-    udhcpc -q -n -t 20 -i \"$device\" -s /run/lease
-    echo \"fetched: $(wget -q -O - http://$(cat /run/router):$port/), disks: $(ls /dev/vd*)\"
-fi
+echo disks: $(ls /dev/vd*)
 printf 'name? '
 read name
 echo \"hello, $name\" >/greeting
@@ -36,23 +26,34 @@ mount -o remount,ro /
 poweroff -f
 ";
 
-/// Makes `disk.img`, a root file system of busybox and `INIT`.
-fn root_image(dir: &Path) {
+/// A directory with `disk.img`, a root file system of busybox and [`INIT`]. `None`: this machine
+/// boots no guest from one, or not in such a machine, which was printed.
+fn root_image(wanted: Option<Machine>) -> Option<TestDir> {
+    if let Some(why) = obstacle() {
+        println!("skipped: {why}");
+        return None;
+    }
+    if wanted.is_some_and(|machine| Machine::choose().0 != machine) {
+        println!("skipped: only a nested guest has a daemon, and a machine around it");
+        return None;
+    }
+    if !have("busybox", "busybox-static") || !have("debugfs", "e2fsprogs") {
+        return None;
+    }
+    let dir = test_dir();
     for name in ["bin", "dev", "proc", "root", "run", "sbin", "sys"] {
         fs::create_dir_all(dir.join("root").join(name)).unwrap();
     }
     // Debian has a busybox that needs libraries, too: they are copied with it.
     let script = "busybox=$(command -v busybox) && cp \"$busybox\" root/bin/busybox && \
         { ldd \"$busybox\" | grep -o '/[^ ]*' | xargs -r cp -L --parents -t root; }";
-    client(dir, "sh", &["-c", script]);
+    client(&dir, "sh", &["-c", script]);
     symlink("busybox", dir.join("root/bin/sh")).unwrap();
     fs::write(dir.join("root/sbin/init"), INIT).unwrap();
-    client(dir, "chmod", &["755", "root/sbin/init"]);
-    client(
-        dir,
-        "mke2fs",
-        &["-q", "-t", "ext4", "-d", "root", "disk.img", "64M"],
-    );
+    client(&dir, "chmod", &["755", "root/sbin/init"]);
+    let made = ["-q", "-t", "ext4", "-d", "root", "disk.img", "64M"];
+    client(&dir, "mke2fs", &made);
+    Some(dir)
 }
 
 /// Starts the program with these words after `boot`, and this input.
@@ -130,21 +131,23 @@ fn read_until(output: &mut ChildStdout, words: &str) -> String {
 
 #[test]
 fn a_root_image_boots_and_keeps_what_is_written() {
-    if let Some(why) = obstacle() {
-        return println!("skipped: {why}");
-    }
-    if !have("busybox", "busybox-static") || !have("debugfs", "e2fsprogs") {
+    let Some(dir) = &root_image(None) else {
         return;
-    }
-    let dir = tempfile::tempdir().unwrap();
-    let dir = dir.path();
-    root_image(dir);
-    let (mut child, mut output, _) = boot_until(dir, &["disk.img"], Stdio::piped, "name? ");
+    };
+    client(dir, "truncate", &["-s", "8M", "second.img"]);
+    let words = "disk.img --disk path=second.img --metrics run.prom";
+    let words: Vec<_> = words.split(' ').collect();
+    let (mut child, mut output, said) = boot_until(dir, &words, Stdio::piped, "name? ");
+    assert!(said.contains("disks: /dev/vda /dev/vdb"), "{said}");
     let mut input = child.stdin.take().unwrap();
     input.write_all(b"Ada\n").unwrap();
     std::io::copy(&mut output, &mut std::io::stdout()).unwrap();
     assert_eq!(child.wait().unwrap().code(), Some(0));
-    assert!(succeed(dir, "disk check disk.img").contains("clean"));
+    let metrics = fs::read_to_string(dir.join("run.prom")).unwrap();
+    for disk in ["disk.img", "second.img"] {
+        assert!(metrics.contains(disk), "{metrics}");
+        assert!(succeed(dir, &format!("disk check {disk}")).contains("clean"));
+    }
     let greeting = client(dir, "debugfs", &["-R", "cat /greeting", "disk.img"]);
     assert_eq!(greeting, "hello, Ada\n");
 
@@ -161,88 +164,17 @@ fn a_root_image_boots_and_keeps_what_is_written() {
     assert!(succeed(dir, "disk check disk.img").contains("clean"));
 }
 
-/// Answers one request for a page, and returns the port.
-fn serve_once(page: &'static str) -> u16 {
-    let listener = TcpListener::bind("127.0.0.1:0").unwrap();
-    let port = listener.local_addr().unwrap().port();
-    std::thread::spawn(move || {
-        let (mut client, _) = listener.accept().unwrap();
-        let mut request = [0; 1024];
-        let _ = client.read(&mut request);
-        let len = page.len();
-        write!(
-            client,
-            "HTTP/1.0 200 OK\r\nContent-Length: {len}\r\n\r\n{page}"
-        )
-        .unwrap();
-    });
-    port
-}
-
-#[test]
-fn a_root_image_boots_with_a_second_disk_and_a_network() {
-    if let Some(why) = obstacle() {
-        return println!("skipped: {why}");
-    }
-    if !have("busybox", "busybox-static") || !have_passt() {
-        return;
-    }
-    let dir = tempfile::tempdir().unwrap();
-    let dir = dir.path();
-    root_image(dir);
-    client(dir, "truncate", &["-s", "8M", "second.img"]);
-    let port = format!("port={}", serve_once("a page of the host"));
-    let words = [
-        "disk.img",
-        "--disk",
-        "path=second.img",
-        "--net",
-        "passt,host=on",
-        "--metrics",
-        "run.prom",
-        "--append",
-        &port,
-    ];
-    let (mut child, mut output, said) = boot_until(dir, &words, Stdio::piped, "/dev/vdb");
-    let mut input = child.stdin.take().unwrap();
-    let fetched = "fetched: a page of the host, disks: /dev/vda";
-    assert!(said.contains(fetched), "{said}");
-    input.write_all(b"Ada\n").unwrap();
-    std::io::copy(&mut output, &mut std::io::stdout()).unwrap();
-    assert_eq!(child.wait().unwrap().code(), Some(0));
-    let metrics = fs::read_to_string(dir.join("run.prom")).unwrap();
-    for disk in ["disk.img", "second.img"] {
-        assert!(metrics.contains(disk), "{metrics}");
-        assert!(succeed(dir, &format!("disk check {disk}")).contains("clean"));
-    }
-}
-
 #[test]
 fn a_guest_ends_with_a_line_when_its_disks_daemon_is_killed() {
-    if let Some(why) = obstacle() {
-        return println!("skipped: {why}");
-    }
-    if Machine::choose().0 != Machine::Nested {
-        return println!("skipped: only a nested guest has a daemon");
-    }
-    if !have("busybox", "busybox-static") {
+    let Some(dir) = &root_image(Some(Machine::Nested)) else {
         return;
-    }
-    let dir = tempfile::tempdir().unwrap();
-    let dir = dir.path();
-    root_image(dir);
+    };
     let (mut child, mut output, _) = boot_until(dir, &["disk.img"], Stdio::piped, "name? ");
     let daemon = child_of(&child, "walvisor");
     kill_process(daemon, Signal::KILL).unwrap();
     std::io::copy(&mut output, &mut std::io::stdout()).unwrap();
     assert_eq!(child.wait().unwrap().code(), Some(143));
-    let mut said = String::new();
-    child
-        .stderr
-        .take()
-        .unwrap()
-        .read_to_string(&mut said)
-        .unwrap();
+    let said = child.errors();
     assert!(said.contains("has ended: the guest is stopped"), "{said}");
 }
 
@@ -266,18 +198,9 @@ fn child_of(process: &Process, name: &str) -> Pid {
 #[test]
 fn ctrl_a_x_ends_a_guest_whatever_has_stopped_or_died() {
     const QEMU: &str = "qemu-system-x86";
-    if let Some(why) = obstacle() {
-        return println!("skipped: {why}");
-    }
-    if Machine::choose().0 != Machine::Nested {
-        return println!("skipped: only a nested guest has a machine around it");
-    }
-    if !have("busybox", "busybox-static") {
+    let Some(dir) = &root_image(Some(Machine::Nested)) else {
         return;
-    }
-    let dir = tempfile::tempdir().unwrap();
-    let dir = dir.path();
-    root_image(dir);
+    };
     for stopped in ["nothing", "machine", "daemon", "both"] {
         let (mut person, program) = terminal();
         let before = tcgetattr(&program).unwrap().local_modes;
@@ -299,9 +222,7 @@ fn ctrl_a_x_ends_a_guest_whatever_has_stopped_or_died() {
         // The pipe ends with the last process that has it.
         std::io::copy(&mut output, &mut std::io::stdout()).unwrap();
         let status = child.wait().unwrap().code();
-        let mut said = String::new();
-        let mut errors = child.stderr.take().unwrap();
-        errors.read_to_string(&mut said).unwrap();
+        let said = child.errors();
         let killed = said.contains("Ctrl-A x: the machine");
         match stopped {
             "nothing" => assert_eq!((status, killed), (Some(0), false), "{said}"),
@@ -328,8 +249,7 @@ fn a_first_guest_installs_a_package_over_its_network() {
     if !have_all(&needs) || !have_python() || !have_passt() {
         return;
     }
-    let dir = tempfile::tempdir().unwrap();
-    let dir = dir.path();
+    let dir = &test_dir();
     let readme = include_str!("../../README.md");
     for command in ["mmdebstrap ", "mke2fs "] {
         let line = readme.lines().find(|line| line.starts_with(command));
@@ -349,16 +269,7 @@ fn a_first_guest_installs_a_package_over_its_network() {
     client(dir, "sh", &["-euc", build]);
     let mut served = Command::new("python3");
     served
-        .args([
-            "-u",
-            "-m",
-            "http.server",
-            "0",
-            "--bind",
-            "127.0.0.1",
-            "--directory",
-            "www",
-        ])
+        .args("-u -m http.server 0 --bind 127.0.0.1 --directory www".split(' '))
         .current_dir(dir)
         .stdout(Stdio::piped())
         .stderr(Stdio::null());
@@ -407,8 +318,7 @@ fn a_first_guest_installs_a_package_over_its_network() {
 /// Before an image is fetched or built for it.
 #[test]
 fn more_memory_than_there_is_is_refused_at_once() {
-    let dir = tempfile::tempdir().unwrap();
-    let dir = dir.path();
+    let dir = &test_dir();
     fs::write(dir.join("disk.img"), []).unwrap();
     for (machine, memory, part) in [
         ("nested", "8G", "give at most 3G"),

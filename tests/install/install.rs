@@ -7,7 +7,7 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 
 use walvisor_guest_images::{UserMode, without_cargo};
-use walvisor_tests::{have, have_python};
+use walvisor_tests::{have_all, have_python};
 
 /// Runs `program` and returns its stdout and stderr.
 #[track_caller]
@@ -37,15 +37,8 @@ fn make(target: &str, place: &Path) {
     let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("..");
     let destination = format!("DESTDIR={}", place.display());
     let package = format!("DEB={}", place.display());
-    let arguments = [
-        "-s",
-        target,
-        "PROFILE=dev",
-        "PREFIX=/usr",
-        &destination,
-        &package,
-    ];
-    run("make", &arguments, &root);
+    let settings = ["PROFILE=dev", "PREFIX=/usr", &destination, &package];
+    run("make", &[&["-s", target], &settings[..]].concat(), &root);
 }
 
 /// The files below `folder`.
@@ -70,10 +63,7 @@ fn what_is_installed_can_be_used_and_goes_again() {
         ("groff", "groff-base"),
         ("systemd-analyze", "systemd"),
     ];
-    if !programs
-        .iter()
-        .all(|(program, package)| have(program, package))
-    {
+    if !have_all(&programs) {
         return;
     }
     let place = tempfile::tempdir().unwrap();
@@ -239,11 +229,7 @@ fn the_package_and_its_units_work_in_a_booted_systemd() {
         ("strip", "binutils"),
         ("dpkg-deb", "dpkg"),
     ];
-    if !programs
-        .iter()
-        .all(|(program, package)| have(program, package))
-        || !have_python()
-    {
+    if !have_all(&programs) || !have_python() {
         return;
     }
     let place = tempfile::tempdir().unwrap();

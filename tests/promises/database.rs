@@ -23,7 +23,7 @@ use tempfile::TempDir;
 use walvisor_guest_images::{Cache, Guest, NewestUserMode, Reporter, UserMode};
 use walvisor_testkit::Random;
 use walvisor_testkit::{Daemon, leash};
-use walvisor_tests::{binary, compile, have, postgresql, serve, succeed};
+use walvisor_tests::{binary, compile, have_all, postgresql, serve, succeed};
 
 const SQLITE: &str = include_str!("../scripts/sqlite.sh");
 
@@ -158,7 +158,7 @@ impl TestDir {
             ("mkfs.xfs", "xfsprogs"),
         ];
         all.extend(needs);
-        if !all.iter().all(|(program, package)| have(program, package)) {
+        if !have_all(&all) {
             return None;
         }
         let seed = match std::env::var("WALVISOR_SEED") {

@@ -25,7 +25,7 @@ use std::time::{SystemTime, UNIX_EPOCH};
 use rustix::process::{Pid, Signal, kill_process};
 use walvisor_guest_images::UserMode;
 use walvisor_testkit::wait_until;
-use walvisor_tests::{binary, have};
+use walvisor_tests::{binary, have_all};
 
 /// The machine's disk in MiB.
 const DISK: u64 = 48;
@@ -43,9 +43,7 @@ fn installed() -> bool {
         ("mkfs.ext4", "e2fsprogs"),
         ("mkfs.xfs", "xfsprogs"),
     ];
-    needs
-        .iter()
-        .all(|(program, package)| have(program, package))
+    have_all(&needs)
 }
 
 /// A kind of recording.

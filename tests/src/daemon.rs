@@ -8,9 +8,6 @@ use walvisor_guest_images::walvisor_binary;
 use walvisor_testkit::{Daemon, process};
 
 /// The program, which is built if it is missing or out of date.
-///
-/// # Panics
-/// The program cannot be built.
 #[must_use]
 pub fn binary() -> &'static Path {
     static BINARY: OnceLock<PathBuf> = OnceLock::new();
@@ -18,9 +15,6 @@ pub fn binary() -> &'static Path {
 }
 
 /// Runs `walvisor` in `dir` to its end. Spaces separate its `arguments`.
-///
-/// # Panics
-/// The program cannot be built or started.
 #[must_use]
 pub fn walvisor(dir: &Path, arguments: &str) -> Output {
     let _ = binary();
@@ -28,9 +22,6 @@ pub fn walvisor(dir: &Path, arguments: &str) -> Output {
 }
 
 /// Runs `walvisor` in the same way, asserts that it succeeds, and returns its stdout.
-///
-/// # Panics
-/// The program fails.
 #[track_caller]
 pub fn succeed(dir: &Path, arguments: &str) -> String {
     let _ = binary();
@@ -38,9 +29,6 @@ pub fn succeed(dir: &Path, arguments: &str) -> String {
 }
 
 /// Starts `walvisor serve vhost-user` in `dir`, and waits until it serves all disks.
-///
-/// # Panics
-/// The daemon does not serve all disks.
 #[track_caller]
 #[must_use]
 pub fn serve(dir: &Path, arguments: &str) -> Daemon {

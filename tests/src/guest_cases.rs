@@ -26,9 +26,6 @@ pub struct GuestCase {
 }
 
 /// A job with the `walvisor` of this source tree.
-///
-/// # Panics
-/// `walvisor` cannot be built.
 #[must_use]
 pub fn guest_job<C: AsRef<[u8]>>(script: &str, files: &[(&str, C)]) -> GuestJob {
     let job = GuestJob::new(script, binary());
@@ -40,9 +37,6 @@ pub fn guest_job<C: AsRef<[u8]>>(script: &str, files: &[(&str, C)]) -> GuestJob 
 
 /// Runs a job of its own. Prints the console, which the test harness shows if the test fails.
 /// Returns `None` if this machine cannot run it, after printing `skipped: why`.
-///
-/// # Panics
-/// The images cannot be built, the machine cannot be started, or the job does not end.
 #[must_use]
 pub fn run_job(job: &GuestJob) -> Option<JobOutcome> {
     if let Some(why) = obstacle() {
@@ -59,9 +53,6 @@ pub fn run_job(job: &GuestJob) -> Option<JobOutcome> {
 
 /// Runs the cases for this kernel, or those of them that `WALVISOR_GUESTS` names, checks the outcome
 /// of each, and names those that have failed.
-///
-/// # Panics
-/// A case has failed, a machine cannot be started, or `WALVISOR_GUESTS` names no case.
 pub fn run_cases(cases: &[GuestCase], kernel: Option<NewerKernel>) {
     if let Some(why) = obstacle() {
         println!("skipped: {why}");

@@ -1,5 +1,5 @@
 //! The shared part of the integration tests: they run jobs with Linux guests, or print why this
-//! machine cannot.
+//! machine cannot. What returns no `Result` panics if it fails: the test has failed then.
 
 mod daemon;
 mod guest_cases;
@@ -70,10 +70,6 @@ pub fn have_passt() -> bool {
 /// is the `walvisor` of this source tree, and $PLACE is `dir`, below which all modules are. Returns
 /// the lines that it prints after `guest: `. Prints the end of the console, which the test harness
 /// shows if the test fails.
-///
-/// # Panics
-/// `walvisor` cannot be built, or the guest does not boot, does not reach the end of the script, or
-/// prints nothing for minutes.
 #[must_use]
 pub fn run_in_user_mode(dir: &Path, modules: &[&str], script: &str) -> Vec<String> {
     fs::create_dir(dir.join("files")).unwrap();
@@ -101,9 +97,6 @@ pub fn run_in_user_mode(dir: &Path, modules: &[&str], script: &str) -> Vec<Strin
 }
 
 /// The sum of a counter over all disks that the daemon `name` served. Its metrics are in `place`.
-///
-/// # Panics
-/// The daemon has written no metrics.
 #[must_use]
 pub fn sum_counter(place: &Path, name: &str, counter: &str) -> f64 {
     let text = fs::read_to_string(place.join(format!("{name}.prom"))).expect("metrics");
@@ -122,9 +115,6 @@ pub fn have_python() -> bool {
 
 /// What Prometheus' linter says about metrics, which is nothing if their names are good ones.
 /// `promtool` must be installed.
-///
-/// # Panics
-/// It cannot be started, or does not end.
 #[must_use]
 pub fn metrics_complaints(metrics: &str) -> String {
     let mut promtool = Command::new("promtool");
@@ -143,9 +133,6 @@ pub fn metrics_complaints(metrics: &str) -> String {
 }
 
 /// A pseudo-terminal: the side of the user, and the side of the program.
-///
-/// # Panics
-/// This machine has no free pseudo-terminal.
 #[must_use]
 pub fn terminal() -> (File, File) {
     let person = openpt(OpenptFlags::RDWR | OpenptFlags::NOCTTY | OpenptFlags::CLOEXEC).unwrap();
@@ -161,9 +148,6 @@ pub fn terminal() -> (File, File) {
 }
 
 /// The images that Linux guests boot.
-///
-/// # Panics
-/// The images cannot be built.
 #[must_use]
 pub fn images() -> GuestImages {
     let cache = Cache::open(None).expect("the image cache");
@@ -183,9 +167,6 @@ pub fn second_reader() -> Command {
 }
 
 /// As [`images`], with a newer kernel.
-///
-/// # Panics
-/// As [`images`].
 #[must_use]
 pub fn newer_images(kernel: NewerKernel) -> GuestImages {
     let cache = Cache::open(None).expect("the image cache");
@@ -195,9 +176,6 @@ pub fn newer_images(kernel: NewerKernel) -> GuestImages {
 
 /// Makes the program of `scripts/NAME.c` in `directory`. It runs on a machine without libraries
 /// too.
-///
-/// # Panics
-/// The compiler is missing, or fails.
 #[must_use]
 pub fn compile(directory: &Path, name: &str) -> PathBuf {
     let program = directory.join(name);
@@ -211,9 +189,6 @@ pub fn compile(directory: &Path, name: &str) -> PathBuf {
 }
 
 /// The bytes of a file as text, for scripts that make it again with `base64 -d`.
-///
-/// # Panics
-/// The file cannot be read.
 #[must_use]
 pub fn base64(file: &Path) -> String {
     let text = Command::new("base64").arg(file).output();
@@ -222,32 +197,28 @@ pub fn base64(file: &Path) -> String {
 
 /// The guest's `script`, before which the guest gets the program of `scripts/NAME.c` as
 /// `/bin/NAME`. It is compiled in `directory`.
-///
-/// # Panics
-/// As [`compile`].
 #[must_use]
 pub fn with_program(directory: &Path, name: &str, script: &str) -> String {
-    let text = Command::new("base64")
-        .arg(compile(directory, name))
-        .output();
-    let text = String::from_utf8(text.expect("base64 starts").stdout).expect("text");
+    let text = base64(&compile(directory, name));
     format!("base64 -d >/bin/{name} <<'END'\n{text}END\nchmod +x /bin/{name}\n{script}")
 }
 
-/// The lines of the job's console that begin with `job: `, without that prefix.
+/// The rest of each line of the job's console that begins with `prefix`.
+#[must_use]
+pub fn told<'a>(outcome: &'a JobOutcome, prefix: &str) -> Vec<&'a str> {
+    let lines = outcome.console.lines();
+    let told = lines.filter_map(|line| line.strip_prefix(prefix));
+    told.map(str::trim).collect()
+}
+
+/// What the job itself has told, after `job: `.
 #[must_use]
 pub fn job_lines(outcome: &JobOutcome) -> Vec<&str> {
-    let lines = outcome.console.lines();
-    lines
-        .filter_map(|line| line.strip_prefix("job: "))
-        .collect()
+    told(outcome, "job: ")
 }
 
 /// Checks that waits use the monotonic clock: the processor time of the same work is about the same
 /// while the clock is set as before, and that of a period of rest is about none.
-///
-/// # Panics
-/// Something spun.
 pub fn nothing_spun(ticks: &str) {
     println!("{ticks}");
     let numbers: Vec<u64> = ticks

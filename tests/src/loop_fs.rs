@@ -13,9 +13,6 @@ pub struct LoopFs {
 impl LoopFs {
     /// Makes an XFS of 400 MiB, where files can share blocks, and mounts it. Returns `None` if that
     /// fails, after printing `skipped: why`.
-    ///
-    /// # Panics
-    /// There is no room for the file.
     #[must_use]
     pub fn xfs() -> Option<Self> {
         if !have("mkfs.xfs", "xfsprogs") {

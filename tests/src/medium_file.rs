@@ -88,9 +88,6 @@ impl Recording {
     ///
     /// # Errors
     /// The file can't be written.
-    ///
-    /// # Panics
-    /// The event is no write, or shorter.
     pub fn tear(&self, at: usize, bytes: usize, path: &Path) -> io::Result<()> {
         let image = self.write_image(at, path)?;
         let MediumEvent::Write(offset, data) = &self.events[at] else {
@@ -211,34 +208,22 @@ impl MediumFile {
     }
 
     /// How many requests to make data durable there were so far.
-    ///
-    /// # Panics
-    /// A thread that serves the file has panicked.
     #[must_use]
     pub fn syncs(&self) -> u64 {
         self.medium.history.lock().unwrap().syncs
     }
 
     /// Lets each request to make data durable take so long from now on.
-    ///
-    /// # Panics
-    /// As [`syncs`](Self::syncs).
     pub fn set_sync_time(&self, time: Duration) {
         self.medium.history.lock().unwrap().sync_time = time;
     }
 
     /// Lets each write take so long from now on: its bytes reach the medium at the end.
-    ///
-    /// # Panics
-    /// As [`syncs`](Self::syncs).
     pub fn set_write_time(&self, time: Duration) {
         self.medium.pace.lock().unwrap().write_time = time;
     }
 
     /// How many writes are being carried out.
-    ///
-    /// # Panics
-    /// As [`syncs`](Self::syncs).
     #[must_use]
     pub fn writing(&self) -> usize {
         self.medium.pace.lock().unwrap().writing
@@ -248,9 +233,6 @@ impl MediumFile {
     ///
     /// # Errors
     /// The medium's content can't be copied.
-    ///
-    /// # Panics
-    /// As [`syncs`](Self::syncs).
     pub fn record(&self) -> io::Result<()> {
         let mut history = self.medium.history.lock().unwrap();
         let base = File::from(memfd_create("base", MemfdFlags::CLOEXEC)?);
@@ -261,9 +243,6 @@ impl MediumFile {
     }
 
     /// How many events were recorded so far.
-    ///
-    /// # Panics
-    /// As [`syncs`](Self::syncs).
     #[must_use]
     pub fn recorded(&self) -> usize {
         let history = self.medium.history.lock().unwrap();
@@ -272,9 +251,6 @@ impl MediumFile {
     }
 
     /// Ends a recording.
-    ///
-    /// # Panics
-    /// Nothing is recorded; or as for [`syncs`](Self::syncs).
     #[must_use]
     pub fn end_recording(&self) -> Recording {
         let mut history = self.medium.history.lock().unwrap();
@@ -282,26 +258,17 @@ impl MediumFile {
     }
 
     /// Lets `failing` writes of data fail, after `sound` ones have succeeded.
-    ///
-    /// # Panics
-    /// As [`syncs`](Self::syncs).
     pub fn fail_writes(&self, sound: u64, failing: u64) {
         let mut faults = self.medium.faults.lock().unwrap();
         (faults.sound_writes, faults.failing_writes) = (sound, failing);
     }
 
     /// Lets all reads of data fail.
-    ///
-    /// # Panics
-    /// As [`syncs`](Self::syncs).
     pub fn fail_reads(&self) {
         self.medium.faults.lock().unwrap().reads_fail = true;
     }
 
     /// Lets nothing fail. Returns how many writes and reads have failed since the last call.
-    ///
-    /// # Panics
-    /// As [`syncs`](Self::syncs).
     pub fn heal(&self) -> (u64, u64) {
         let faults = std::mem::take(&mut *self.medium.faults.lock().unwrap());
         (faults.failed_writes, faults.failed_reads)

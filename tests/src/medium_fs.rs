@@ -88,9 +88,6 @@ impl MediumFs {
     }
 
     /// The medium.
-    ///
-    /// # Panics
-    /// It was made [from an image](Self::from_image).
     #[must_use]
     pub fn medium(&self) -> &MediumFile {
         self.medium.as_ref().expect("it has one")
@@ -149,9 +146,6 @@ impl MediumFs {
 
     /// Unmounts the file system, which takes until all requests to it have ended, and mounts it
     /// again.
-    ///
-    /// # Panics
-    /// It can't be unmounted or mounted again.
     pub fn remount(&mut self) {
         self.unmount().unwrap();
         self.mount(|_| Ok(())).unwrap();
@@ -159,9 +153,6 @@ impl MediumFs {
 
     /// What a power cut does, after all processes have ended: what is not on the medium by now is
     /// lost.
-    ///
-    /// # Panics
-    /// The file system can't be unmounted or mounted again.
     pub fn lose_power(&mut self) {
         self.medium().fail_writes(0, ALL);
         self.unmount().unwrap();

@@ -15,9 +15,6 @@ pub struct QemuNbd {
 impl QemuNbd {
     /// Starts qemu-nbd in `dir`, for the raw image and with the options that `arguments` names, and
     /// waits until it greets clients at the socket `q`. By then it has opened the image.
-    ///
-    /// # Panics
-    /// qemu-nbd ends, or does not greet in time.
     #[track_caller]
     #[must_use]
     pub fn start(dir: &Path, arguments: &str) -> Self {

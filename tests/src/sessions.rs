@@ -13,9 +13,6 @@ use walvisor_testkit::process::program;
 /// Runs each session of `sessions/NAME.trycmd`, beside the file of the calling test, in `dir`. It
 /// must end with the status that the file has, and print the one line on stderr, or what succeeds
 /// prints. The `variables` of the file stand for texts, and so does `[DIR]` for the directory.
-///
-/// # Panics
-/// A session prints something else, or its file has a status without one line of errors.
 #[track_caller]
 pub fn run_sessions<const N: usize>(
     name: &str,

@@ -124,14 +124,7 @@ fn what_is_in_a_package_needs_nothing_beside_it() {
         }
         assert!(read("LICENSE").contains("Apache License"));
         let manifest = read("Cargo.toml");
-        for key in [
-            "description",
-            "license",
-            "rust-version",
-            "readme",
-            "keywords",
-            "categories",
-        ] {
+        for key in "description license rust-version readme keywords categories".split(' ') {
             assert!(manifest.contains(&format!("\n{key} = ")), "{name}: {key}");
         }
         assert!(!manifest.contains("publish = false"), "{name}");

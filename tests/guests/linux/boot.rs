@@ -3,7 +3,7 @@
 //! the new ranges.
 
 use walvisor_guest_images::{GuestJob, JobOutcome, Metrics};
-use walvisor_tests::{GuestCase, guest_job};
+use walvisor_tests::{GuestCase, guest_job, job_lines, told};
 
 pub const CASE: GuestCase = GuestCase {
     name: "boot",
@@ -12,14 +12,6 @@ pub const CASE: GuestCase = GuestCase {
     job,
     check: bzimage_and_vmlinux_boot_with_disks_that_grow_over_mmio_and_pci_and_end_with_status_0,
 };
-
-/// The rest of each line of the guest that begins with `prefix`.
-fn reported<'a>(console: &'a str, prefix: &str) -> Vec<&'a str> {
-    console
-        .lines()
-        .filter_map(|line| line.strip_prefix(prefix))
-        .collect()
-}
 
 fn job() -> Option<GuestJob> {
     let files = [
@@ -32,10 +24,8 @@ fn job() -> Option<GuestJob> {
 fn bzimage_and_vmlinux_boot_with_disks_that_grow_over_mmio_and_pci_and_end_with_status_0(
     outcome: &JobOutcome,
 ) {
-    let console = outcome.console.as_str();
-
-    assert_eq!(reported(console, "guest: processors "), ["2"]);
-    let mut disks = reported(console, "guest: disk ");
+    assert_eq!(told(outcome, "guest: processors "), ["2"]);
+    let mut disks = told(outcome, "guest: disk ");
     disks.sort_unstable();
     assert_eq!(
         disks,
@@ -48,12 +38,12 @@ fn bzimage_and_vmlinux_boot_with_disks_that_grow_over_mmio_and_pci_and_end_with_
     for (serial, block, segments, descriptors) in
         [("first", 512, 254, 256), ("second", 4096, 254, 1024)]
     {
-        let told = |file: &str| {
-            let lines = reported(console, &format!("guest: {serial} {file} "));
+        let read = |file: &str| {
+            let lines = told(outcome, &format!("guest: {serial} {file} "));
             assert_eq!(lines.len(), 1, "{serial} {file}");
             lines[0].to_owned()
         };
-        let number = |file: &str| told(file).parse::<u64>().expect("a number");
+        let number = |file: &str| read(file).parse::<u64>().expect("a number");
         assert_eq!(number("logical_block_size"), block);
         assert_eq!(number("physical_block_size"), 4096);
         assert_eq!(number("minimum_io_size"), 4096);
@@ -63,54 +53,50 @@ fn bzimage_and_vmlinux_boot_with_disks_that_grow_over_mmio_and_pci_and_end_with_
         assert_eq!(number("discard_granularity"), 4096);
         assert_eq!(number("discard_max_bytes"), 2 << 30);
         assert_eq!(number("write_zeroes_max_bytes"), 2 << 30);
-        assert_eq!(told("write_cache"), "write back");
+        assert_eq!(read("write_cache"), "write back");
         assert_eq!(number("nr_requests"), descriptors);
         // Each queue serves processors of its own.
-        assert_eq!(told("processors of its queues:").trim(), "0 1");
+        assert_eq!(read("processors of its queues:").trim(), "0 1");
     }
     assert_eq!(
-        reported(console, "guest: root file system: "),
+        told(outcome, "guest: root file system: "),
         ["/dev/vda on / type ext4"]
     );
-    assert_eq!(reported(console, "guest: job exit "), ["0", "0"]);
+    assert_eq!(told(outcome, "guest: job exit "), ["0", "0"]);
 
     // Each disk returns in the second boot the data that was written in the first.
-    let mut written = reported(console, "guest: wrote ");
+    let mut written = told(outcome, "guest: wrote ");
     written.retain(|line| !line.starts_with("the end of "));
     written.sort_unstable();
     assert_eq!(written.len(), 2);
     assert_ne!(written[0], written[1]);
-    let mut read = reported(console, "guest: read ");
+    let mut read = told(outcome, "guest: read ");
     read.sort_unstable();
     assert_eq!(written, read);
 
     // The second guest sees its disks grow.
     assert_eq!(
-        reported(console, "guest: sizes "),
+        told(outcome, "guest: sizes "),
         ["65536 65536", "98304 131072"]
     );
     assert_eq!(
-        reported(console, "guest: wrote the end of "),
+        told(outcome, "guest: wrote the end of "),
         ["vdb: status 0", "vdc: status 0"]
     );
 
-    let statuses: Vec<_> = console
-        .lines()
-        .filter(|line| line.starts_with("job: "))
-        .collect();
     assert_eq!(
-        statuses,
+        job_lines(outcome),
         [
-            "job: embedded guest: status 0",
-            "job: bzImage, power off: status 0",
-            "job: growth of mmio.img: status 0",
-            "job: growth of pci.img: status 0",
-            "job: vmlinux, reboot: status 0",
-            "job: check of mmio.img: status 0",
-            "job: check of pci.img: status 0",
-            "job: check of root.img: status 0",
-            "job: end of mmio.img: 0 bytes are wrong",
-            "job: end of pci.img: 0 bytes are wrong",
+            "embedded guest: status 0",
+            "bzImage, power off: status 0",
+            "growth of mmio.img: status 0",
+            "growth of pci.img: status 0",
+            "vmlinux, reboot: status 0",
+            "check of mmio.img: status 0",
+            "check of pci.img: status 0",
+            "check of root.img: status 0",
+            "end of mmio.img: 0 bytes are wrong",
+            "end of pci.img: 0 bytes are wrong",
         ]
     );
     assert_eq!(outcome.status, 0);

@@ -7,7 +7,7 @@ use std::fs;
 
 use serde_json::Value;
 use walvisor_guest_images::{GuestJob, JobOutcome, Metrics, NewerKernel};
-use walvisor_tests::{GuestCase, guest_job, job_lines, newer_images, with_program};
+use walvisor_tests::{GuestCase, guest_job, job_lines, newer_images, told, with_program};
 
 pub const CASE: GuestCase = GuestCase {
     name: "disks",
@@ -24,13 +24,6 @@ pub const ATOMIC: GuestCase = GuestCase {
     job: atomic_job,
     check: linux_sees_that_scsi_disks_write_atomically_over_both_transports,
 };
-
-/// The rest of each console line that begins with `prefix`.
-fn lines<'a>(outcome: &'a JobOutcome, prefix: &str) -> Vec<&'a str> {
-    let found = outcome.console.lines();
-    let found = found.filter_map(|line| line.strip_prefix(prefix));
-    found.map(str::trim).collect()
-}
 
 /// The counter `pointer` of `disk` at the guest's `step`.
 fn counter(outcome: &JobOutcome, step: &str, disk: &str, pointer: &str) -> u64 {
@@ -49,7 +42,7 @@ fn between(outcome: &JobOutcome, steps: [&str; 2], disk: &str, pointer: &str) ->
 
 /// Allocated size of the image of `disk` at `step`, in KiB.
 fn image(outcome: &JobOutcome, step: &str, disk: &str) -> u64 {
-    let line = lines(outcome, &format!("job: at {step} {disk}.img has "));
+    let line = told(outcome, &format!("job: at {step} {disk}.img has "));
     let kibibytes = line[0].strip_suffix(" KiB").expect("KiB");
     kibibytes.parse().expect("a number")
 }
@@ -101,24 +94,24 @@ fn configured_values_are_seen(outcome: &JobOutcome) {
             ("4096", GIB_2)
         };
         assert_eq!(
-            lines(outcome, &format!("guest: lsblk {disk} ")),
+            told(outcome, &format!("guest: lsblk {disk} ")),
             [format!(
                 "{size} {read_only} {block} 4096 4096 {granularity} {most} {queue_size}"
             )]
         );
         assert_eq!(
-            lines(outcome, &format!("guest: blockdev {disk} ")),
+            told(outcome, &format!("guest: blockdev {disk} ")),
             [format!("{size} {read_only} {block} 4096 4096 0")]
         );
         assert_eq!(
-            lines(outcome, &format!("guest: queue {disk} ")),
+            told(outcome, &format!("guest: queue {disk} ")),
             [format!(
                 "{cache}, fua 0, cache_type {cache}, 2 queues, write_zeroes_max_bytes {most}"
             )]
         );
     }
-    assert_eq!(lines(outcome, "guest: wrote on a read-only disk"), [""; 0]);
-    assert_eq!(lines(outcome, "guest: ro is read").len(), 1);
+    assert_eq!(told(outcome, "guest: wrote on a read-only disk"), [""; 0]);
+    assert_eq!(told(outcome, "guest: ro is read").len(), 1);
 }
 
 /// Checks 64 writes, one after the other, in each mode. With write back the log syncs only at a
@@ -134,10 +127,10 @@ fn the_mode_of_the_cache_decides_what_is_synced(outcome: &JobOutcome) {
         assert_eq!(count(from, to, "/log/syncs"), 0, "{from} to {to}");
     }
     assert_eq!(
-        lines(outcome, "guest: switched to "),
+        told(outcome, "guest: switched to "),
         ["write through", "write back"]
     );
-    assert_eq!(lines(outcome, "guest: not switched"), [""; 0]);
+    assert_eq!(told(outcome, "guest: not switched"), [""; 0]);
     // The switch itself makes earlier writes durable: Linux sends no FLUSH for an fsync after it.
     assert_eq!(count("written-back", "switched", "/log/syncs"), 1);
     let (from, to) = ("switched", "written-through");
@@ -153,13 +146,13 @@ fn the_mode_of_the_cache_decides_what_is_synced(outcome: &JobOutcome) {
 }
 
 fn what_is_discarded_is_zero_and_takes_no_space(outcome: &JobOutcome) {
-    assert_eq!(lines(outcome, "guest: blkdiscard: "), ["status 0"]);
-    assert_eq!(lines(outcome, "guest: blkdiscard -z: "), ["status 0"]);
+    assert_eq!(told(outcome, "guest: blkdiscard: "), ["status 0"]);
+    assert_eq!(told(outcome, "guest: blkdiscard -z: "), ["status 0"]);
     // The log may still hold old bytes, so the device does not offer secure erase.
-    assert_eq!(lines(outcome, "guest: blkdiscard -s: "), ["status 1"]);
-    assert_eq!(lines(outcome, "guest: discarded ranges are zero").len(), 1);
+    assert_eq!(told(outcome, "guest: blkdiscard -s: "), ["status 1"]);
+    assert_eq!(told(outcome, "guest: discarded ranges are zero").len(), 1);
     let behind = "guest: and stay so behind a checkpoint";
-    assert_eq!(lines(outcome, behind).len(), 1);
+    assert_eq!(told(outcome, behind).len(), 1);
     let steps = ["filled", "discarded"];
     assert!(between(outcome, steps, "bulk", "/discards") >= 1);
     assert!(between(outcome, steps, "bulk", "/write_zeroes") >= 1);
@@ -171,15 +164,15 @@ fn what_is_discarded_is_zero_and_takes_no_space(outcome: &JobOutcome) {
 
     for name in ["ext4", "xfs"] {
         assert_eq!(
-            lines(outcome, &format!("guest: mkfs.{name}: ")),
+            told(outcome, &format!("guest: mkfs.{name}: ")),
             ["status 0"]
         );
         assert_eq!(
-            lines(outcome, &format!("guest: fstrim {name}: ")),
+            told(outcome, &format!("guest: fstrim {name}: ")),
             ["status 0"]
         );
         assert_eq!(
-            lines(outcome, &format!("guest: check of {name}: ")),
+            told(outcome, &format!("guest: check of {name}: ")),
             ["status 0"]
         );
         let steps = [format!("{name}-filled"), format!("{name}-trimmed")];
@@ -196,11 +189,8 @@ fn what_is_discarded_is_zero_and_takes_no_space(outcome: &JobOutcome) {
 }
 
 fn raw_images_verify(outcome: &JobOutcome) {
-    assert_eq!(lines(outcome, "guest: raw is "), ["write through"]);
-    assert_eq!(
-        lines(outcome, "guest: fio verify on raw: "),
-        ["status 0"; 2]
-    );
+    assert_eq!(told(outcome, "guest: raw is "), ["write through"]);
+    assert_eq!(told(outcome, "guest: fio verify on raw: "), ["status 0"; 2]);
     // With write through Linux sends no FLUSH. With write back each fsync of fio sends one: after
     // every 16 of 256 writes, except perhaps the last.
     for (steps, flushes) in [
@@ -212,10 +202,10 @@ fn raw_images_verify(outcome: &JobOutcome) {
         assert!(flushes.contains(&between(outcome, steps, "raw", "/flushes")));
         assert_eq!(between(outcome, steps, "raw", "/errors"), 0);
     }
-    assert_eq!(lines(outcome, "guest: blkdiscard on raw: "), ["status 0"]);
-    let inside = lines(outcome, "guest: raw sum ");
+    assert_eq!(told(outcome, "guest: blkdiscard on raw: "), ["status 0"]);
+    let inside = told(outcome, "guest: raw sum ");
     assert_eq!(inside.len(), 1);
-    assert_eq!(inside, lines(outcome, "job: raw sum "));
+    assert_eq!(inside, told(outcome, "job: raw sum "));
 }
 
 /// At a depth of 32, programs that submit in batches need at most 0.25 doorbells and 0.25
@@ -223,7 +213,7 @@ fn raw_images_verify(outcome: &JobOutcome) {
 /// a race between guest and worker, so they are printed but not checked: in emulation the worker
 /// has mostly answered a request before the guest submits the next.
 fn batches_ring_and_interrupt_rarely(outcome: &JobOutcome) {
-    assert_eq!(lines(outcome, "guest: fio failed"), [""; 0]);
+    assert_eq!(told(outcome, "guest: fio failed"), [""; 0]);
     for (disk, transport) in [("mode", "mmio"), ("bulk", "pci")] {
         for (steps, how) in [
             (["counted", "batched-randread"], "in batches"),
@@ -249,34 +239,34 @@ fn batches_ring_and_interrupt_rarely(outcome: &JobOutcome) {
 }
 
 fn everything_kept_outlives_reboot_and_panics(outcome: &JobOutcome) {
-    assert_eq!(lines(outcome, "job: reboot: "), ["status 0"]);
+    assert_eq!(told(outcome, "job: reboot: "), ["status 0"]);
     let root = "root /dev/vda on / type ext4";
     assert_eq!(
-        lines(outcome, "guest: processors "),
+        told(outcome, "guest: processors "),
         [2, 1, 1].map(|cpus| format!("{cpus}, {root}"))
     );
-    assert_eq!(lines(outcome, "guest: lost "), [""; 0]);
+    assert_eq!(told(outcome, "guest: lost "), [""; 0]);
     // Three files after the first boot, six after the second.
-    let intact = lines(outcome, "guest: intact ");
+    let intact = told(outcome, "guest: intact ");
     assert_eq!(intact.len(), 3 + 6, "{intact:?}");
     for file in ["/kept", "/mnt/ext4/kept", "/mnt/xfs/kept"] {
         assert_eq!(intact.iter().filter(|kept| **kept == file).count(), 2);
     }
     // With the panic device's driver, the VMM reports a panic and fails. Without it, a panic is a
     // reset like any other.
-    assert_eq!(lines(outcome, "job: told panic: "), ["status 1"]);
-    let told = "walvisor: the guest's kernel panicked: ";
-    assert_eq!(lines(outcome, told).len(), 1);
-    assert_eq!(lines(outcome, "job: silent panic: "), ["status 0"]);
+    assert_eq!(told(outcome, "job: told panic: "), ["status 1"]);
+    let panicked = "walvisor: the guest's kernel panicked: ";
+    assert_eq!(told(outcome, panicked).len(), 1);
+    assert_eq!(told(outcome, "job: silent panic: "), ["status 0"]);
     assert_eq!(
-        lines(outcome, "job: root.img has what was kept last").len(),
+        told(outcome, "job: root.img has what was kept last").len(),
         1
     );
     assert_eq!(
-        lines(outcome, "job: ext4.img has what was kept last").len(),
+        told(outcome, "job: ext4.img has what was kept last").len(),
         1
     );
-    let checks = lines(outcome, "job: check of ");
+    let checks = told(outcome, "job: check of ");
     assert_eq!(checks.len(), 7);
     assert!(
         checks.iter().all(|check| check.ends_with("status 0")),
@@ -309,7 +299,7 @@ fn linux_sees_that_scsi_disks_write_atomically_over_both_transports(outcome: &Jo
     );
     for transport in ["mmio", "pci"] {
         let start = format!("disk on {transport}, atomic_write_unit_max_bytes ");
-        let told = lines(outcome, "guest: ");
+        let told = told(outcome, "guest: ");
         let at = told.iter().position(|line| line.starts_with(&start));
         let told = &told[at.expect("a disk")..];
         let most: u64 = told[0][start.len()..].parse().expect("bytes");

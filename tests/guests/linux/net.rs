@@ -2,7 +2,7 @@
 //! and over a tap device, before and after a reboot, and outlives passt.
 
 use walvisor_guest_images::{GuestJob, JobOutcome, Metrics};
-use walvisor_tests::{GuestCase, guest_job, have};
+use walvisor_tests::{GuestCase, guest_job, have, told};
 
 pub const CASE: GuestCase = GuestCase {
     name: "net",
@@ -11,14 +11,6 @@ pub const CASE: GuestCase = GuestCase {
     job,
     check: a_guest_fetches_over_passt_and_a_tap_device_reboots_and_outlives_passt,
 };
-
-/// The rest of each line that begins with `prefix`.
-fn reported<'a>(console: &'a str, prefix: &str) -> Vec<&'a str> {
-    console
-        .lines()
-        .filter_map(|line| line.strip_prefix(prefix))
-        .collect()
-}
 
 fn job() -> Option<GuestJob> {
     if !have("passt", "passt") {
@@ -39,32 +31,32 @@ fn a_guest_fetches_over_passt_and_a_tap_device_reboots_and_outlives_passt(outcom
     // A reset that crashes most guests would be a fault of walvisor.
     assert!(outcome.hung_boots <= 2, "{} hung", outcome.hung_boots);
     let console = outcome.console.as_str();
-    let [sent] = reported(console, "job: sent ")[..] else {
+    let [sent] = told(outcome, "job: sent ")[..] else {
         panic!("no file was served");
     };
     // Twice, because it resets once.
     assert!(console.contains("guest: resets"));
     let carriers = ["mtu 1500, carrier 1"; 2];
-    assert_eq!(reported(console, "guest: mmio, "), carriers);
-    assert_eq!(reported(console, "guest: pci, "), carriers);
+    assert_eq!(told(outcome, "guest: mmio, "), carriers);
+    assert_eq!(told(outcome, "guest: pci, "), carriers);
     for (way, sums) in [
         ("passt", &[sent; 2][..]),
         ("tap", &[sent]),
         ("again", &[sent]),
     ] {
-        assert_eq!(reported(console, &format!("guest: {way} ")), sums, "{way}");
+        assert_eq!(told(outcome, &format!("guest: {way} ")), sums, "{way}");
     }
-    assert_eq!(reported(console, "guest: back "), [sent; 4]);
+    assert_eq!(told(outcome, "guest: back "), [sent; 4]);
     assert_eq!(
-        reported(console, "guest: the first carrier is "),
+        told(outcome, "guest: the first carrier is "),
         ["0, the second 1"]
     );
     let warning = "passt: it has ended, or closed the connection: the guest's network link is down";
     assert!(console.contains(warning));
-    assert_eq!(reported(console, "guest: wrote: "), ["status 0"]);
-    assert_eq!(reported(console, "job: guest: "), ["status 0"]);
-    assert_eq!(reported(console, "job: check: "), ["status 0"]);
-    assert_eq!(reported(console, "job: on the disk: "), ["hello"]);
+    assert_eq!(told(outcome, "guest: wrote: "), ["status 0"]);
+    assert_eq!(told(outcome, "job: guest: "), ["status 0"]);
+    assert_eq!(told(outcome, "job: check: "), ["status 0"]);
+    assert_eq!(told(outcome, "job: on the disk: "), ["hello"]);
 
     let metrics = Metrics::parse(&outcome.result("net.prom").expect("the metrics"));
     for transport in ["mmio", "pci"] {
