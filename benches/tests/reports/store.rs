@@ -6,20 +6,16 @@ use serde_json::Value;
 
 use crate::{number, texts};
 
-/// `walvisor-bench store`.
-fn store(arguments: &[&str]) -> Command {
-    let mut command = Command::new(env!("CARGO_BIN_EXE_walvisor-bench"));
-    command.arg("store").args(arguments);
-    command
-}
-
-/// The rows of a benchmark's report. It works in a directory on the file system of the build, which
-/// is rarely in memory, and leaves nothing there.
+/// The rows of the report of `walvisor-bench store` with these words. It works in a directory on
+/// the file system of the build, which is rarely in memory, and leaves nothing there.
 #[track_caller]
-fn rows(arguments: &[&str]) -> Vec<Value> {
+fn rows(words: &str) -> Vec<Value> {
     let directory = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).expect("a directory");
-    let mut command = store(arguments);
+    let mut command = Command::new(env!("CARGO_BIN_EXE_walvisor-bench"));
+    let arguments: Vec<_> = words.split_whitespace().collect();
     let output = command
+        .arg("store")
+        .args(&arguments)
         .args(["--json", "--dir"])
         .arg(directory.path())
         .output()
@@ -31,8 +27,8 @@ fn rows(arguments: &[&str]) -> Vec<Value> {
 
 /// The rows of the raw file and of the log, of `store commit` with one round.
 #[track_caller]
-fn commits(arguments: &[&str]) -> [Value; 2] {
-    let rows = rows(&[&["commit", "--rounds", "1"], arguments].concat());
+fn commits(words: &str) -> [Value; 2] {
+    let rows = rows(&format!("commit --rounds 1 {words}"));
     assert_eq!(texts(&rows, "side"), ["raw file", "log"]);
     rows.try_into().expect("two")
 }
@@ -47,14 +43,7 @@ fn groups(log: &Value) -> Vec<u64> {
 }
 
 /// A sync so slow that the clients are in time for the next group even on a busy machine.
-const SLOW_EIGHT: [&str; 6] = [
-    "--clients",
-    "8",
-    "--sync-latency-us",
-    "20000",
-    "--commits",
-    "320",
-];
+const SLOW_EIGHT: &str = "--clients 8 --sync-latency-us 20000 --commits 320";
 
 /// Most syncs per commit of eight clients that share them. Two alternating groups need 2/8. On a
 /// busy machine clients wake late and miss a group, so twice that is allowed, still far from the
@@ -63,7 +52,7 @@ const SHARED: f64 = 2.0 * 2.0 / 8.0;
 
 #[test]
 fn eight_clients_share_syncs_and_two_groups_alternate() {
-    let [raw, log] = commits(&SLOW_EIGHT);
+    let [raw, log] = commits(SLOW_EIGHT);
     assert_eq!(number(&log, "commits"), 320.0);
     assert!(
         number(&log, "syncs_per_commit") <= SHARED && number(&log, "ratio") > 0.0,
@@ -86,16 +75,9 @@ fn eight_clients_share_syncs_and_two_groups_alternate() {
 /// baseline.
 #[test]
 fn a_slow_medium_counts_writes_and_syncs() {
-    let slow = [
-        "--operations-per-second",
-        "1000",
-        "--operation-latency-us",
-        "500",
-    ];
-    let more: [&[&str]; 2] = [&[], &["--write-per-waiter"]];
-    for more in more {
-        let four = ["--clients", "4", "--commits", "400"];
-        for side in commits(&[&four[..], &slow, more].concat()) {
+    let slow = "--operations-per-second 1000 --operation-latency-us 500";
+    for more in ["", "--write-per-waiter"] {
+        for side in commits(&format!("--clients 4 --commits 400 {slow} {more}")) {
             let operations = number(&side, "writes") + number(&side, "syncs");
             let rate = operations / number(&side, "commits") * number(&side, "commits_per_s");
             // It may begin with saved-up operations, those of 10 ms.
@@ -109,23 +91,16 @@ fn a_slow_medium_counts_writes_and_syncs() {
 
 #[test]
 fn append_recover_and_a_checkpoint_stand_beside_their_baselines() {
-    let append = rows(&["append", "--bytes", "8M", "--depth", "4"]);
+    let append = rows("append --bytes 8M --depth 4");
     // Headers need a little space; a payload is written once.
     let overhead = number(&append[1], "log_bytes_per_byte");
     assert!((1.0..1.2).contains(&overhead), "{append:?}");
-    let recover = rows(&["recover", "--bytes", "8M"]);
+    let recover = rows("recover --bytes 8M");
     assert!(number(&recover[1], "log_bytes") > (8 << 20) as f64);
     // The index alone takes 16 bytes.
     assert!(number(&recover[1], "memory_bytes_per_record") >= 16.0);
-    let scattered = rows(&["checkpoint", "--bytes", "4M"]);
-    let sequential = rows(&[
-        "checkpoint",
-        "--bytes",
-        "4M",
-        "--sequential",
-        "--block",
-        "64K",
-    ]);
+    let scattered = rows("checkpoint --bytes 4M");
+    let sequential = rows("checkpoint --bytes 4M --sequential --block 64K");
     for (rows, figure) in [
         (append, "mib_per_s"),
         (recover, "ms"),
@@ -138,13 +113,13 @@ fn append_recover_and_a_checkpoint_stand_beside_their_baselines() {
         );
         assert!(number(&rows[1], "ratio") > 0.0, "{rows:?}");
     }
-    let sparse = rows(&["recover", "--bytes", "600M", "--sparse"]);
+    let sparse = rows("recover --bytes 600M --sparse");
     assert!(number(&sparse[0], "ms") > 0.0 && sparse[0]["ratio"].is_null());
 }
 
 #[test]
 fn a_load_is_done_by_one_thread_and_by_all() {
-    let load = rows(&["load", "--bytes", "4M", "--threads", "3"]);
+    let load = rows("load --bytes 4M --threads 3");
     assert_eq!(
         texts(&load, "work"),
         ["import", "export", "check", "recover"]
@@ -159,8 +134,7 @@ fn a_load_is_done_by_one_thread_and_by_all() {
 /// If reads waited for a sync, at most as many as are in flight could end during each sync.
 #[test]
 fn reads_do_not_wait_for_the_syncs_of_another_disk() {
-    let small = ["read", "--bytes", "4M", "--reads", "4000", "--depth", "4"];
-    let read = rows(&[&small[..], &["--beside-sync-us", "200000"]].concat());
+    let read = rows("read --bytes 4M --reads 4000 --depth 4 --beside-sync-us 200000");
     let beside = read.last().unwrap();
     assert!((4.0..200.0).contains(&number(beside, "syncs")), "{beside}");
     let kinds = [["checkpointed"; 2], ["in the log"; 2], ["beside syncs"; 2]].concat();
@@ -173,8 +147,7 @@ fn reads_do_not_wait_for_the_syncs_of_another_disk() {
 
 #[test]
 fn reads_are_measured_beside_writes_that_keep_the_log_full() {
-    let small = ["read", "--bytes", "8M", "--reads", "1000", "--depth", "1"];
-    let read = rows(&[&small[..], &["--beside-writes"]].concat());
+    let read = rows("read --bytes 8M --reads 1000 --depth 1 --beside-writes");
     let [.., store, _, raw] = &read[..] else {
         panic!("{read:?}")
     };

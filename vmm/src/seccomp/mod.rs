@@ -649,103 +649,53 @@ mod tests {
         std::process::exit(0);
     }
 
-    #[test]
-    fn an_archive_may_connect_and_do_nothing_else_that_a_daemon_may_not() {
-        for name in [
-            "allowed",
-            "ring",
-            "client",
-            "no-unix",
-            "list",
-            "own-schedule",
-        ] {
-            let name = format!("archive:{name}");
-            assert_eq!(act_restricted(&name, "on").code(), Some(0), "{name}");
-        }
-        for name in [
-            "program",
-            "process",
-            "executable",
-            "signal",
-            "splice",
-            "raw-socket",
-            "packets",
-            "audit",
-            "fast-open",
-            "fast-message",
-            "fast-messages",
-            "affinity",
-            "schedule",
-        ] {
-            let name = format!("archive:{name}");
-            let ended = act_restricted(&name, "on").signal();
-            assert_eq!(ended, Some(libc::SIGSYS), "{name}");
+    /// Asserts that each of these actions of `who` is allowed in this mode, or kills the process.
+    #[track_caller]
+    fn check(who: &str, mode: &str, names: &str, is_allowed: bool) {
+        let expected = if is_allowed {
+            (Some(0), None)
+        } else {
+            (None, Some(libc::SIGSYS))
+        };
+        for name in names.split_whitespace() {
+            let name = format!("{who}{name}");
+            let ended = act_restricted(&name, mode);
+            assert_eq!((ended.code(), ended.signal()), expected, "{mode} {name}");
         }
     }
 
     #[test]
+    fn an_archive_may_connect_and_do_nothing_else_that_a_daemon_may_not() {
+        let allowed = "allowed ring client no-unix list own-schedule";
+        check("archive:", "on", allowed, true);
+        let forbidden = "program process executable signal splice raw-socket packets audit \
+                         fast-open fast-message fast-messages affinity schedule";
+        check("archive:", "on", forbidden, false);
+    }
+
+    #[test]
     fn each_kind_of_thread_may_do_its_work_and_no_more() {
-        for name in [
-            "vcpu:memory",
-            "worker:memory",
-            "worker:thread",
-            "worker:raw-disk",
-            "worker:ring",
-            "worker:ring-change",
-            "worker:interrupts",
-            "vcpu:interrupts",
-            "vcpu:no-open",
-            "worker:no-open",
-        ] {
-            assert_eq!(act_restricted(name, "on").code(), Some(0), "{name}");
-        }
-        for name in ["vcpu:thread", "vcpu:ring", "worker:lift", "vcpu:lift"] {
-            assert_eq!(
-                act_restricted(name, "on").signal(),
-                Some(libc::SIGSYS),
-                "{name}"
-            );
-            assert_eq!(act_restricted(name, "log").code(), Some(0), "{name}");
-        }
-        for name in ["socket", "connect", "splice"] {
-            for kind in ["vcpu", "worker"] {
-                let name = format!("{kind}:{name}");
-                let ended = act_restricted(&name, "on").signal();
-                assert_eq!(ended, Some(libc::SIGSYS), "{name}");
-            }
+        check("vcpu:", "on", "memory interrupts no-open", true);
+        let work = "memory thread raw-disk ring ring-change interrupts no-open";
+        check("worker:", "on", work, true);
+        for (who, forbidden) in [("vcpu:", "thread ring lift"), ("worker:", "lift")] {
+            check(who, "on", forbidden, false);
+            check(who, "log", forbidden, true);
+            check(who, "on", "socket connect splice", false);
         }
     }
 
     #[test]
     fn a_forbidden_call_kills_the_process_unless_it_is_only_logged() {
-        assert_eq!(act_restricted("allowed", "on").code(), Some(0));
-        assert_eq!(act_restricted("ring", "on").code(), Some(0));
         // A thread may be making a ring while the process is restricted.
-        assert_eq!(act_restricted("ring-change", "on").code(), Some(0));
-        let forbidden = [
-            "socket",
-            "connect",
-            "splice",
-            "program",
-            "executable",
-            "process",
-            "signal",
-        ];
-        let of_adding = [
-            "adding:datagram",
-            "adding:socket",
-            "adding:connect",
-            "adding:program",
-        ];
-        assert_eq!(act_restricted("adding:listener", "on").code(), Some(0));
-        for name in forbidden.into_iter().chain(of_adding) {
-            assert_eq!(
-                act_restricted(name, "on").signal(),
-                Some(libc::SIGSYS),
-                "{name}"
-            );
-            assert_eq!(act_restricted(name, "log").code(), Some(0), "{name}");
-            assert_eq!(act_restricted(name, "off").code(), Some(0), "{name}");
+        check("", "on", "allowed ring ring-change", true);
+        check("adding:", "on", "listener", true);
+        let forbidden = "socket connect splice program executable process signal";
+        let of_adding = "datagram socket connect program";
+        for (who, forbidden) in [("", forbidden), ("adding:", of_adding)] {
+            check(who, "on", forbidden, false);
+            check(who, "log", forbidden, true);
+            check(who, "off", forbidden, true);
         }
     }
 }

@@ -82,17 +82,10 @@ fn every_case_of_conformance_passes_on_both_transports() {
             .filter_map(|case| case["case"].as_str())
             .collect();
         assert!(names.len() >= 60, "{transport}: {names:?}");
-        for name in [
-            "chain-loops-over-two",
-            "sector-2-to-the-55",
-            "zero-length",
-            "indirect-in-indirect",
-            "used-ring-scribbled-on",
-            "doorbell-storm",
-            "indices-wrap",
-            "queue-reset-in-flight",
-            "in-order",
-        ] {
+        let some = "chain-loops-over-two sector-2-to-the-55 zero-length indirect-in-indirect \
+                    used-ring-scribbled-on doorbell-storm indices-wrap queue-reset-in-flight \
+                    in-order";
+        for name in some.split(' ') {
             assert!(names.contains(&name), "{transport}: {name}");
         }
     }

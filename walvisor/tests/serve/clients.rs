@@ -41,16 +41,8 @@ fn nbdinfo_sees_the_features_of_each_disk() {
         (&a["export-size"], &b["export-size"]),
         (&(8 * MIB).into(), &MIB.into())
     );
-    for can in [
-        "can_multi_conn",
-        "can_flush",
-        "can_fua",
-        "can_trim",
-        "can_zero",
-        "can_fast_zero",
-        "can_df",
-    ] {
-        assert_eq!(a[can], true, "{can}: {a}");
+    for can in "multi_conn flush fua trim zero fast_zero df".split(' ') {
+        assert_eq!(a[format!("can_{can}")], true, "{can}: {a}");
     }
     assert_eq!(
         (&a["is_read_only"], &b["is_read_only"]),
@@ -114,19 +106,10 @@ fn qemu_writes_and_finds_what_it_wrote() {
         "{}",
         daemon.uri()
     );
-    let convert = [
-        "convert",
-        "-n",
-        "-f",
-        "raw",
-        "-O",
-        "raw",
-        "in.raw",
-        daemon.uri(),
-    ];
-    client(dir, "qemu-img", &convert);
-    let compare = ["compare", "-f", "raw", "-F", "raw", "in.raw", daemon.uri()];
-    client(dir, "qemu-img", &compare);
+    for words in ["convert -n -f raw -O raw", "compare -f raw -F raw"] {
+        let words = words.split(' ').chain(["in.raw", daemon.uri()]);
+        client(dir, "qemu-img", &words.collect::<Vec<_>>());
+    }
     let commands = [
         "write -P 7 1M 64k",
         "write -f -P 8 2M 4k",

@@ -148,6 +148,20 @@ fn resume_late(slow: &SlowFileSystem) -> Sender<()> {
     over
 }
 
+const SLOW_AND_A: &str = "--control ctl --disk-dir in \
+    --disk path=slow/disk.img,log=slow-log,socket=s,serial=slow --disk path=in/a,socket=s,serial=a";
+
+/// A slow file system, and the daemon of its disk and of another; two more could be added. `None`:
+/// as for [`mount`].
+fn serve_slow_and_a(dir: &Path) -> Option<(SlowFileSystem, Daemon)> {
+    let slow = mount(dir)?;
+    std::fs::create_dir(dir.join("in")).unwrap();
+    for disk in ["in/a", "in/b", "in/c"] {
+        create(dir, disk, "1M");
+    }
+    Some((slow, Daemon::start(dir, SLOW_AND_A)))
+}
+
 /// A client of the slow disk, whose file system it halts once 4 KiB are stable.
 fn write_and_halt(dir: &Path, slow: &SlowFileSystem) -> RawClient {
     let mut client = RawClient::extended_to(&dir.join("s"), "slow");
@@ -163,17 +177,22 @@ pub(super) fn read_from_image(dir: &Path, client: &mut RawClient) {
     wait_until("the read", || disk_stats(dir, "slow")["reads"] == 1);
 }
 
+/// As [`serve_slow_and_a`], and the slow disk does not answer a read.
+fn serve_and_read(dir: &Path) -> Option<(SlowFileSystem, Daemon, RawClient)> {
+    let (slow, daemon) = serve_slow_and_a(dir)?;
+    let mut client = write_and_halt(dir, &slow);
+    read_from_image(dir, &mut client);
+    Some((slow, daemon, client))
+}
+
 /// More clients of another disk than there are threads go on beside a read of an image that does not
 /// answer.
 #[test]
 fn a_read_that_is_not_answered_delays_no_other_disk() {
     let dir = &test_dir();
-    let Some(slow) = mount(dir) else {
+    let Some((slow, daemon)) = serve_slow_and_a(dir) else {
         return;
     };
-    std::fs::create_dir(dir.join("in")).unwrap();
-    create(dir, "in/a", "1M");
-    let daemon = Daemon::start(dir, SLOW_AND_A);
     let mut client = write_and_halt(dir, &slow);
     let late = resume_late(&slow);
     read_from_image(dir, &mut client);
@@ -194,14 +213,9 @@ fn a_read_that_is_not_answered_delays_no_other_disk() {
 #[test]
 fn an_addition_that_waits_for_a_directory_delays_no_other() {
     let dir = &test_dir();
-    let Some(slow) = mount(dir) else {
+    let Some((slow, daemon)) = serve_slow_and_a(dir) else {
         return;
     };
-    std::fs::create_dir(dir.join("in")).unwrap();
-    for disk in ["in/a", "in/b", "in/c"] {
-        create(dir, disk, "1M");
-    }
-    let daemon = Daemon::start(dir, SLOW_AND_A);
     slow.halt();
     let late = resume_late(&slow);
     let mut waits = ctl_begun(dir, "add-disk path=in/b,log=slow/log,socket=s,serial=b");
@@ -213,9 +227,6 @@ fn an_addition_that_waits_for_a_directory_delays_no_other() {
     assert_eq!(disk_names(dir), ["slow", "a"]);
     daemon.stop();
 }
-
-const SLOW_AND_A: &str = "--control ctl --disk-dir in \
-    --disk path=slow/disk.img,log=slow-log,socket=s,serial=slow --disk path=in/a,socket=s,serial=a";
 
 #[test]
 fn a_removal_that_waits_for_its_image_delays_no_other_request() {
@@ -229,13 +240,9 @@ fn a_removal_that_waits_for_a_read_delays_no_other_request() {
 
 fn removal_delays_no_other_request(reads: bool) {
     let dir = &test_dir();
-    let Some(slow) = mount(dir) else {
+    let Some((slow, daemon)) = serve_slow_and_a(dir) else {
         return;
     };
-    std::fs::create_dir(dir.join("in")).unwrap();
-    create(dir, "in/a", "1M");
-    create(dir, "in/b", "1M");
-    let daemon = Daemon::start(dir, SLOW_AND_A);
     let client = write_and_halt(dir, &slow);
     let mut client = reads.then_some(client);
     if let Some(client) = &mut client {
@@ -289,17 +296,6 @@ fn ends_without_answer(daemon: Daemon, dir: &Path, slow: &SlowFileSystem) {
     assert_eq!(daemon.stop(), "");
 }
 
-/// Starts a daemon with a slow disk, which does not answer a read, and another.
-fn serve_and_read(dir: &Path) -> Option<(SlowFileSystem, Daemon, RawClient)> {
-    let slow = mount(dir)?;
-    std::fs::create_dir(dir.join("in")).unwrap();
-    create(dir, "in/a", "1M");
-    let daemon = Daemon::start(dir, SLOW_AND_A);
-    let mut client = write_and_halt(dir, &slow);
-    read_from_image(dir, &mut client);
-    Some((slow, daemon, client))
-}
-
 #[test]
 fn a_daemon_ends_in_a_bounded_time_though_a_disk_does_not_answer() {
     let dir = &test_dir();
@@ -314,12 +310,9 @@ fn a_daemon_ends_in_a_bounded_time_though_a_disk_does_not_answer() {
 #[test]
 fn a_log_that_is_not_closed_is_named() {
     let dir = &test_dir();
-    let Some(slow) = mount(dir) else {
+    let Some((slow, mut daemon)) = serve_slow_and_a(dir) else {
         return;
     };
-    std::fs::create_dir(dir.join("in")).unwrap();
-    create(dir, "in/a", "1M");
-    let mut daemon = Daemon::start(dir, SLOW_AND_A);
     drop(write_and_halt(dir, &slow));
     end(&mut daemon);
     let log = dir.join("slow-log").canonicalize().unwrap();

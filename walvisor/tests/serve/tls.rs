@@ -139,27 +139,13 @@ h.shutdown()
     }
     let object = "tls-creds-x509,id=tls0,endpoint=client,dir=pki,verify-peer=yes";
     let disk = format!("driver=nbd,host=localhost,port={port},export=disk.img,tls-creds=tls0");
-    let output = run_client(
-        dir,
-        "qemu-io",
-        &[
-            "--object",
-            object,
-            "--image-opts",
-            &disk,
-            "-c",
-            "write -P 7 0 2M",
-            "-c",
-            "read -P 7 0 2M",
-        ],
-    );
+    let image = ["--object", object, "--image-opts", &disk];
+    let commands = ["-c", "write -P 7 0 2M", "-c", "read -P 7 0 2M"];
+    let output = run_client(dir, "qemu-io", &[image, commands].concat());
     assert!(output.status.success(), "{output:?}");
     assert!(!text(&output.stdout).contains("fail"), "{output:?}");
-    let output = run_client(
-        dir,
-        "qemu-img",
-        &["info", "--object", object, "--image-opts", &disk],
-    );
+    let info = [&["info"], &image[..]].concat();
+    let output = run_client(dir, "qemu-img", &info);
     assert!(text(&output.stdout).contains("64 MiB"), "{output:?}");
     let errors = daemon.stop();
     // One line for each rejected client.

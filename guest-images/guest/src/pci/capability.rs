@@ -236,30 +236,17 @@ mod tests {
 
     #[test]
     fn a_loop_a_link_into_the_header_and_missing_structures_are_errors() {
-        let mut space = complete();
-        space.0[0xb1] = 0x40;
-        assert_eq!(
-            Capabilities::read(&space),
-            Err(Error::Pci("the capability list is broken"))
-        );
-        let mut space = complete();
-        space.0[0xb1] = 0x10;
-        assert_eq!(
-            Capabilities::read(&space),
-            Err(Error::Pci("the capability list is broken"))
-        );
-        let mut space = complete();
-        space.0[0x41] = 0x80; // leaves the device configuration out
-        assert_eq!(
-            Capabilities::read(&space),
-            Err(Error::Pci("no device configuration structure"))
-        );
-        let mut space = complete();
-        space.0[usize::from(STATUS)] = 0;
-        assert_eq!(
-            Capabilities::read(&space),
-            Err(Error::Pci("no capability list"))
-        );
+        for (at, byte, why) in [
+            (0xb1, 0x40, "the capability list is broken"),
+            (0xb1, 0x10, "the capability list is broken"),
+            // Leaves the device configuration out.
+            (0x41, 0x80, "no device configuration structure"),
+            (usize::from(STATUS), 0, "no capability list"),
+        ] {
+            let mut space = complete();
+            space.0[at] = byte;
+            assert_eq!(Capabilities::read(&space), Err(Error::Pci(why)));
+        }
     }
 
     #[test]
