@@ -7,6 +7,7 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 
 use walvisor_guest_images::{UserMode, without_cargo};
+use walvisor_testkit::process::assert_says;
 use walvisor_tests::{have_all, have_python};
 
 /// Runs `program` and returns its stdout and stderr.
@@ -95,20 +96,12 @@ fn what_is_installed_can_be_used_and_goes_again() {
         &["-man", "-Tascii", "-P-c", "share/man/man1/walvisor-run.1"],
         &usr,
     );
-    assert!(
-        shown.contains("disk") && shown.contains("kernel"),
-        "{shown}"
-    );
+    assert_says(&shown, &["disk", "kernel"]);
 
     let page = fs::read_to_string(usr.join("share/man/man1/walvisor-ctl-stats.1")).unwrap();
-    for part in [
-        "walvisor ctl <SOCKET> stats",
-        ".SH EXIT STATUS",
-        ".SH EXAMPLES",
-        ".SH SEE ALSO",
-    ] {
-        assert!(page.contains(part), "{part}: {page}");
-    }
+    let stats = "walvisor ctl <SOCKET> stats";
+    let sections = [".SH EXIT STATUS", ".SH EXAMPLES", ".SH SEE ALSO"];
+    assert_says(&page, &[&[stats], &sections[..]].concat());
 
     // The completions that a shell offers after `walvisor serve n`, and so on. bash makes a word of
     // each `=`.

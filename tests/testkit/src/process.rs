@@ -234,6 +234,14 @@ pub fn succeed(dir: &Path, arguments: &str) -> String {
     text(&output.stdout)
 }
 
+/// Asserts that a text has each of `parts`.
+#[track_caller]
+pub fn assert_says(text: &str, parts: &[&str]) {
+    for part in parts {
+        assert!(text.contains(part), "{part:?} is missing: {text}");
+    }
+}
+
 /// Asserts that `walvisor` has ended with `status`, without a word on stdout, and with one line on
 /// stderr that has each of `parts`. Returns that line.
 #[track_caller]
@@ -243,9 +251,7 @@ pub fn assert_refused(output: &Output, status: i32, parts: &[&str]) -> String {
     assert_eq!(text(&output.stdout), "", "{error}");
     assert_eq!(error.lines().count(), 1, "{error}");
     assert!(error.starts_with("walvisor: "), "{error}");
-    for part in parts {
-        assert!(error.contains(part), "{part:?} is missing: {error}");
-    }
+    assert_says(&error, parts);
     error
 }
 

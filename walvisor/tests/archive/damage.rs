@@ -11,7 +11,8 @@ use walvisor_testkit::s3::S3;
 use walvisor_testkit::wait_until;
 
 use super::{
-    BLOCK, archive_of, exported, push_of, run, start_synchronous, try_next, two_hosts, write_next,
+    BLOCK, archive_of, assert_says, exported, push_of, run, start_synchronous, try_next, two_hosts,
+    write_next,
 };
 
 /// Flips a bit of what the log in `dir` has of a block of these bytes.
@@ -53,9 +54,10 @@ fn with_archive_sync_flushes_end_although_the_log_is_damaged_before_the_archive_
     assert!(!try_next(&mut client, &mut written));
     let told = archive_of(&home);
     let error = told["error"].as_str().unwrap();
-    for words in ["can't be read", "'walvisor ctl SOCKET checkpoint'"] {
-        assert!(error.contains(words), "{error}");
-    }
+    assert_says(
+        error,
+        &["can't be read", "'walvisor ctl SOCKET checkpoint'"],
+    );
     assert!(
         told["running"] == true && told["waiting_requests"] == 0,
         "{told}"
@@ -69,9 +71,8 @@ fn with_archive_sync_flushes_end_although_the_log_is_damaged_before_the_archive_
     write_next(&mut client, &mut written);
     drop(client);
     let errors = daemon.stop();
-    for words in ["FLUSHes fail, because its archive can't get", "in epoch 2"] {
-        assert!(errors.contains(words), "{errors}");
-    }
+    let fail = "FLUSHes fail, because its archive can't get";
+    assert_says(&errors, &[fail, "in epoch 2"]);
     run(&elsewhere, &format!("restore {url} back"));
     let found = exported(&elsewhere, "back/disk.img");
     assert_eq!((found[1], found[100]), (1, 0));

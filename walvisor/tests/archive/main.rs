@@ -12,7 +12,9 @@ use std::process::{Command, Output, Stdio};
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use walvisor_testkit::nbd::{FLUSH, PAYLOAD_LEN, RawClient, WRITE};
-use walvisor_testkit::process::{Limited, assert_refused, create, foreign, program, succeed, text};
+use walvisor_testkit::process::{
+    Limited, assert_refused, assert_says, create, foreign, program, succeed, text,
+};
 use walvisor_testkit::s3::{KEYS, S3};
 use walvisor_testkit::{Daemon, Process, Random, test_dir, wait_until};
 
@@ -331,10 +333,8 @@ fn a_daemon_archives_its_log() {
         archive_of(&home)["lsn"] == written
     });
     let shown = succeed(&home, "ctl ctl stats");
-    assert!(
-        shown.contains(&format!("archive: {url} has everything up to ")),
-        "{shown}"
-    );
+    let everything = format!("archive: {url} has everything up to ");
+    assert_says(&shown, &[&everything]);
     (0..20).for_each(|_| write_next(&mut client, &mut written));
     drop(client);
     daemon.stop();
@@ -548,9 +548,7 @@ fn with_archive_sync_flushes_fail_once_the_directory_of_the_archive_is_another()
     }
     let told = archive_of(&home);
     let error = told["error"].as_str().unwrap();
-    for words in ["mounted again", "start the process again"] {
-        assert!(error.contains(words), "{error}");
-    }
+    assert_says(error, &["mounted again", "start the process again"]);
     drop(client);
     daemon.stop();
     let (daemon, mut client) = start_synchronous(&home, &url);
@@ -651,10 +649,7 @@ fn with_archive_limit_writes_wait_and_the_archive_gets_no_hole() {
     });
     wait_for_writes();
     let errors = daemon.stop();
-    assert!(
-        errors.contains("requests that wait for its archive fail"),
-        "{errors}"
-    );
+    assert_says(&errors, &["requests that wait for its archive fail"]);
     assert!(writer.join().unwrap());
 }
 
@@ -741,8 +736,7 @@ fn what_is_too_old_expires_and_the_rest_comes_back() {
     assert_eq!(modes, (0o600, 0o700));
     run(&format!("verify {url}"));
     let shown = run(&format!("status {url}"));
-    let parts = ["any point from lsn:", "disk.img (1 MiB)"];
-    assert!(parts.iter().all(|part| shown.contains(part)), "{shown}");
+    assert_says(&shown, &["any point from lsn:", "disk.img (1 MiB)"]);
     run(&format!("restore {url} back"));
     succeed(dir, "disk export back/disk.img back.raw");
     assert_eq!(fs::read(dir.join("back.raw")).unwrap()[0], 2);

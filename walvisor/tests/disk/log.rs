@@ -10,7 +10,10 @@ use walvisor_testkit::queue::{flush, run, write};
 use walvisor_testkit::{Random, wait_until};
 use walvisor_tests::{have_python, second_reader};
 
-use crate::{MIB, crash, done, json, names, objects, refused, small, test_dir, unclosed, walvisor};
+use crate::{
+    MIB, assert_says, crash, done, json, names, objects, refused, small, test_dir, unclosed,
+    walvisor,
+};
 
 /// How many bits the test flips in a log that both readers then read.
 const FLIPS: u64 = 12;
@@ -379,8 +382,7 @@ fn disk_check_names_disk_sectors_and_lsn_of_damage() {
     // What a checkpoint, and the log, have of it then, the store shows.
     let output = walvisor(&crashed, "disk checkpoint disk.img");
     let error = String::from_utf8(output.stderr).unwrap();
-    let parts = ["disk check", "segment-0000"];
-    assert!(parts.iter().all(|part| error.contains(part)), "{error}");
+    assert_says(&error, &["disk check", "segment-0000"]);
 }
 
 #[test]

@@ -13,7 +13,7 @@ use std::path::{Path, PathBuf};
 
 use serde_json::Value;
 use walvisor_storage::{DiskOptions, Operation, Store, StoreOptions, create_disk, default_log_dir};
-use walvisor_testkit::process::{refused, walvisor};
+use walvisor_testkit::process::{assert_says, refused, walvisor};
 use walvisor_testkit::queue::{flush, run, write};
 use walvisor_testkit::{copy_image, copy_log, test_dir};
 use walvisor_tests::run_sessions;

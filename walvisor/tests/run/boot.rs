@@ -5,7 +5,7 @@ use std::process::Output;
 
 use rustix::process::Signal;
 use walvisor_testkit::Process;
-use walvisor_testkit::process::create;
+use walvisor_testkit::process::{assert_says, create};
 use walvisor_tests::{have, metrics_complaints};
 
 use crate::kernel::{self, KernelAction};
@@ -70,7 +70,7 @@ fn a_crash_is_reported_with_rip_and_cause() {
         for output in boot_both(then, &["--cmdline", words]) {
             let error = stderr(&output);
             assert_eq!(output.status.code(), Some(1), "{error}");
-            assert!(parts.iter().all(|part| error.contains(part)), "{error}");
+            assert_says(&error, &parts);
             assert_eq!(error.matches("walvisor: vCPU").count(), 1, "{error}");
         }
     }

@@ -10,7 +10,7 @@ use walvisor_testkit::nbd::RawClient;
 use walvisor_testkit::{MemoryFs, wait_until};
 use walvisor_tests::run_sessions;
 
-use super::{Daemon, MIB, create, ctl, ctl_begun, ctl_refused, noise, test_dir, told};
+use super::{Daemon, MIB, assert_says, create, ctl, ctl_begun, ctl_refused, noise, test_dir, told};
 
 /// Whoever is killed, the file at the name is whole or missing, and the next export succeeds.
 #[test]
@@ -95,10 +95,7 @@ fn a_failed_export_is_one_line_and_harms_no_disk() {
         .unwrap();
     let mut line = String::new();
     lines.read_line(&mut line).unwrap();
-    assert!(
-        line.contains("SCM_RIGHTS") && line.contains("\"id\":7"),
-        "{line}"
-    );
+    assert_says(&line, &["SCM_RIGHTS", "\"id\":7"]);
     if let Some(small) = MemoryFs::tmpfs("size=1m") {
         let out = small.path().join("out");
         let words = format!("--disk disk.img -o {}", out.display());

@@ -8,7 +8,8 @@ use walvisor_tests::run_sessions;
 
 use super::vhost_user::Client;
 use super::{
-    Daemon, MIB, create, ctl, disk_files, metric, noise, read, serve, succeed, test_dir, told,
+    Daemon, MIB, assert_says, create, ctl, disk_files, metric, noise, read, serve, succeed,
+    test_dir, told,
 };
 
 /// Several daemons and doors at once, and nothing of the disk changes.
@@ -132,12 +133,8 @@ fn what_holds_a_log_is_told() {
     let oldest = "walvisor_log_oldest_snapshot_seconds{log=\"disk.img.wal\",snapshot=\"monday\"} ";
     assert!(metrics.contains(oldest), "{metrics}");
     let stats = told(dir, "stats");
-    for part in [
-        "for snapshots (1, the oldest 'monday', ",
-        " MiB more beside the log",
-    ] {
-        assert!(stats.contains(part), "{part}: {stats}");
-    }
+    let held = "for snapshots (1, the oldest 'monday', ";
+    assert_says(&stats, &[held, " MiB more beside the log"]);
     ctl(dir, "snapshot-delete monday");
     assert_eq!(history()["saved_bytes"], 0);
 

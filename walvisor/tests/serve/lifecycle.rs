@@ -11,7 +11,7 @@ use walvisor_testkit::nbd::RawClient;
 use walvisor_testkit::wait_until;
 use walvisor_tests::{have_python, run_sessions};
 
-use super::{Daemon, WALVISOR, create, read, refused, succeed, test_dir};
+use super::{Daemon, WALVISOR, assert_says, create, read, refused, succeed, test_dir};
 
 #[test]
 fn sockets_are_private_and_gone_at_the_end() {
@@ -141,7 +141,7 @@ fn a_close_without_time_says_what_it_leaves() {
         "log disk.img.wal: closed with 8192 bytes that",
         "next open goes on",
     ];
-    assert!(parts.iter().all(|part| left.contains(part)), "{left}");
+    assert_says(&left, &parts);
     assert_eq!(fs::read(dir.join("disk.img")).unwrap(), [0; 1 << 20]);
     let info = succeed(dir, "disk info disk.img");
     assert!(info.contains("1 records, 8 KiB"), "{info}");

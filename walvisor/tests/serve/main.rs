@@ -43,7 +43,7 @@ use std::process::{Command, Stdio};
 use serde_json::Value;
 use walvisor_testkit::nbd::{READ, RawClient};
 use walvisor_testkit::process::{
-    client, create, foreign, refused, run_client, succeed, text, walvisor,
+    assert_says, client, create, foreign, refused, run_client, succeed, text, walvisor,
 };
 use walvisor_testkit::{Daemon, Process, noise, test_dir};
 

@@ -7,7 +7,7 @@ use serde_json::{Value, json};
 use walvisor_testkit::nbd::{FLUSH, RawClient};
 use walvisor_tests::run_sessions;
 
-use super::{Daemon, create, ctl, ctl_refused, read, refused, test_dir, told};
+use super::{Daemon, assert_says, create, ctl, ctl_refused, read, refused, test_dir, told};
 
 /// A daemon with the disks `vms/a` and `b` of 1 MiB on a log that keeps all history, and a client
 /// of each.
@@ -80,15 +80,14 @@ fn each_listed_point_of_a_disk_in_use_comes_back() {
     }
     // The same for people, in lines that fit a terminal.
     let table = told(dir, "points --disk a");
-    for line in [
+    let lines = [
         "vms/a on the log log, retain=all\n",
         "the oldest point without a snapshot",
         "snapshot, 0 B saved",
         "mark \"one\"",
         "commit, 4 KiB written by 1 record\n",
-    ] {
-        assert!(table.contains(line), "{line}: {table}");
-    }
+    ];
+    assert_says(&table, &lines);
     for point in points {
         let first = format!("\n{} ", at(point));
         assert_eq!(table.matches(&first).count(), 1, "{first}: {table}");

@@ -8,7 +8,7 @@ use std::thread;
 use walvisor_testkit::nbd::RawClient;
 use walvisor_tests::terminal;
 
-use super::{Daemon, WALVISOR, create, noise, test_dir};
+use super::{Daemon, WALVISOR, assert_says, create, noise, test_dir};
 
 /// Its close copies everything, however slow the machine is.
 const DISK: &str = "path=disk.img,socket=s,close-seconds=86400";
@@ -47,10 +47,7 @@ fn the_progress_of_recovery_is_shown_on_terminals_only() {
     let daemon = Daemon::start_telling(dir, &mut serve(), program.into(), 1);
     daemon.stop();
     let text = shown.join().unwrap();
-    assert!(
-        text.contains("recovering") && text.contains("128.00 MiB"),
-        "{text}"
-    );
+    assert_says(&text, &["recovering", "128.00 MiB"]);
     // The log was closed, so there is nothing to recover.
     let daemon = Daemon::start(dir, &format!("--disk {DISK}"));
     assert_eq!(daemon.stop(), "");

@@ -9,7 +9,9 @@ use std::path::Path;
 use walvisor_testkit::nbd::RawClient;
 use walvisor_tests::{have, run_sessions};
 
-use super::{Daemon, client, create, errors, refused, run_client, serve_telling, test_dir, text};
+use super::{
+    Daemon, assert_says, client, create, errors, refused, run_client, serve_telling, test_dir, text,
+};
 
 const STARTTLS: u32 = 5;
 const TLS_REQUIRED: u32 = (1 << 31) + 5;
@@ -195,10 +197,7 @@ fn a_client_without_tls_learns_nothing() {
         client
     };
     let errors = daemon.stop();
-    assert!(
-        errors.contains("without TLS") && errors.contains("TLS: "),
-        "{errors}"
-    );
+    assert_says(&errors, &["without TLS", "TLS: "]);
     drop(idle);
 
     let daemon = Daemon::start(dir, &format!("{serve} --tls on"));
