@@ -422,9 +422,9 @@ fn an_image_that_others_have_written_to_begins_anew() {
     assert!(up.epoch() > 1);
 }
 
-/// Nobody has written since, so no record tells of it.
+/// Nobody has written since.
 #[test]
-fn a_restore_in_place_that_the_images_have_passed_begins_anew() {
+fn a_restore_in_place_that_the_images_have_passed_is_in_the_archive() {
     let (bench, archive, store) = Bench::in_use(Retention::All);
     write(&store.disks()[0], 0, 1, 1);
     let one = mark(&store.disks()[0]);
@@ -608,6 +608,56 @@ fn a_restore_in_place_of_one_log_does_not_count_in_another() {
 }
 
 /// The log that was restored goes on, in the same archive and in one of its own.
+/// A batch comes as a whole, so the disks of the restored log go back to a point in it. There may be
+/// more of them than the log has segments to spare, and some that nobody has written to.
+#[test]
+fn many_disks_come_back_as_of_a_point_in_a_batch() {
+    let names: Vec<String> = (0..12).map(|name| format!("disk{name}")).collect();
+    let names: Vec<&str> = names.iter().map(String::as_str).collect();
+    let bench = Bench::new(&names, Retention::All);
+    let (archive, store) = (bench.archive(), bench.open(&names));
+    for disk in &store.disks()[..11] {
+        write(disk, 0, 1, 1);
+    }
+    let mut port = store.disks()[0].open_port().unwrap();
+    for sector in 0..40 {
+        let data = queue::fill(2, 1);
+        port.submit(sector, Operation::Write { sector, data });
+    }
+    queue::wait(&mut port, 40);
+    queue::flush(&mut port);
+    drop(port);
+    // Behind the point.
+    for disk in &store.disks()[..11] {
+        write(disk, 1, 3, 1);
+    }
+    mark(&store.disks()[0]);
+    settle(&mut uploader(&archive, &bench));
+    store.close().unwrap();
+    let (mut point, mut end) = (None, 0);
+    walvisor_storage::dump_records(&bench.log(), &mut |record| {
+        // No header comes between it and the one before.
+        if record.offset == end && record.disk_id == 1 {
+            point.get_or_insert((record.lsn - 1, record.sector));
+        }
+        end = record.offset + record.payload_bytes;
+    })
+    .unwrap();
+    let (at, sector) = point.expect("a batch of some records");
+    let (_dir, restored) = bench.restore(&archive, Point::Lsn(at)).unwrap();
+    assert_eq!(restored.commit.lsn, at);
+    for (number, disk) in restored.disks.iter().enumerate() {
+        let bytes = bytes_of(&disk.path, &restored.log_dir);
+        let written = u8::from(number < 11);
+        match number {
+            // The record behind the point is the first that does not count.
+            0 => assert!(bytes[sector as usize * 512] < 2),
+            _ => assert_eq!((bytes[0], bytes[512]), (written, 0), "disk {number}"),
+        }
+    }
+    drop(open(&restored));
+}
+
 #[test]
 fn a_restored_log_goes_on() {
     let (bench, archive, store) = Bench::in_use(Retention::All);

@@ -26,7 +26,7 @@ use crate::mutant::{Mutant, planted};
 /// The timeline of a disk: the records that make up a state of it, over its base image.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Timeline {
-    /// LSN ranges of those records, newest first.
+    /// LSN ranges of those records, disjoint, newest first.
     ranges: Vec<RangeInclusive<u64>>,
 }
 
@@ -52,7 +52,9 @@ impl Timeline {
 
     /// Whether the record with this LSN counts.
     pub(crate) fn has(&self, lsn: u64) -> bool {
-        self.ranges.iter().any(|range| range.contains(&lsn))
+        let later = self.ranges.partition_point(|range| *range.start() > lsn);
+        let range = self.ranges.get(later);
+        range.is_some_and(|range| range.contains(&lsn))
     }
 
     /// Whether the later state is this one, which ends at `lsn`, plus records after `lsn`.

@@ -250,7 +250,7 @@ impl Disk {
     }
 
     /// As [`rewind_disk`](crate::rewind_disk), for an open disk. Its writes wait in the meantime;
-    /// other disks of the log go on. A mark in the log records it.
+    /// other disks of the log go on.
     ///
     /// The contents change at once, as by a WRITE of the whole disk. The caller must make sure that
     /// no user of the disk relies on the old contents, in caches for instance.
@@ -259,7 +259,7 @@ impl Disk {
     /// As [`rewind_disk`](crate::rewind_disk), for the point; [`ErrorKind::Locked`] if the disk was
     /// written to meanwhile; [`ErrorKind::InvalidInput`] if it is open for reading only; or the
     /// disk has left the log, or the log had failed, is being closed, or has records that can't be
-    /// read or copied. The disk is then unchanged, but the log may have the mark.
+    /// read or copied, or has no room. The disk is then unchanged.
     pub fn rewind(&self, at: Point) -> Result<RewindReport> {
         let path = self.state.path.display();
         if self.state.read_only {

@@ -65,7 +65,7 @@ impl Modification {
 
     /// What takes the place of a record that must not count.
     pub(crate) fn void() -> Self {
-        let text = "given up".parse().expect("a text");
+        let text = "a restore in place was given up".parse().expect("a text");
         Self::mark(&text, MarkCommit::default())
     }
 

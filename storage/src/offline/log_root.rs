@@ -344,9 +344,7 @@ impl AssembledLog {
         }
         write_control(&self.log_dir, self.root.control)?;
         if let Some(until) = self.until {
-            for path in &self.images {
-                rewind_unready(path, &self.log_dir, until)?;
-            }
+            rewind_unready(&self.images, &self.log_dir, until)?;
         }
         Ok(())
     }

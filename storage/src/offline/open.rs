@@ -350,26 +350,30 @@ pub(crate) fn open_log(
     Ok((log, disks, keeper))
 }
 
-/// Opens a log for one change of the disk with this image. Nothing is copied to any image, so the
-/// images of other disks need not be there. Dropping the disk and the keeper leaves the log as a
+/// Opens a log for one change of the disks with these images. Nothing is copied to any image, so
+/// those of other disks need not be there. Dropping the disks and the keeper leaves the log as a
 /// kill would.
 ///
 /// # Errors
-/// If the log can't be read, or the image is not one of it or can't be used.
+/// If the log can't be read, or an image is not one of it or can't be used.
 pub(crate) fn open_for_change(
     medium: Box<dyn Medium>,
     log_dir: &Path,
     mut control: ControlFile,
-    base: OpenBase,
-) -> Result<(Disk, Keeper)> {
+    bases: Vec<OpenBase>,
+) -> Result<(Vec<Disk>, Keeper)> {
     let read = read_for_recovery(medium.as_ref(), log_dir, &mut control, &mut |_, _| {})?;
     let newest = read.0.newest(&control.control).lsn;
-    let state = attach_alone(base, &mut control, log_dir, &read.1, newest)?;
-    let states = std::slice::from_ref(&state);
+    let attach = |base| attach_alone(base, &mut control, log_dir, &read.1, newest);
+    let states = bases.into_iter().map(attach).collect::<Result<Vec<_>>>()?;
     let options = StoreOptions::default();
-    let (log, keeper) = assemble(medium, log_dir, control, states, (read, true), &options)?;
+    let (log, keeper) = assemble(medium, log_dir, control, &states, (read, true), &options)?;
     log.lock().keeper.checkpoint = false;
-    Ok((Disk { log, state }, keeper))
+    let disks = states.into_iter().map(|state| Disk {
+        log: log.clone(),
+        state,
+    });
+    Ok((disks.collect(), keeper))
 }
 
 /// Recovers a log that was read, for all disks with records in it, and makes it ready to run

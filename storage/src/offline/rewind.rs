@@ -1,10 +1,12 @@
 //! Restoring a disk that is not in use, in place.
 
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
 use crate::catalog::control::{ControlFile, existing_log};
 use crate::catalog::options::DiskOptions;
+use crate::disk::handle::Disk;
 use crate::error::Result;
+use crate::history::keeper::Keeper;
 use crate::history::point::Point;
 use crate::history::rewind_plan::{LogRecords, RewindReport};
 use crate::log::holds::HoldOwner;
@@ -31,8 +33,8 @@ use crate::sync::atomic::Ordering;
 /// [`ErrorKind::NotFound`](crate::ErrorKind::NotFound) if there is no log, if it does not reach
 /// back to this point (the error names the nearest ones), or if it has no record of the disk at
 /// all; [`ErrorKind::Locked`](crate::ErrorKind::Locked) if the disk or its log is in use;
-/// [`ErrorKind::InvalidInput`](crate::ErrorKind::InvalidInput) if there is no room for another
-/// restore in place. Nothing is changed then.
+/// [`ErrorKind::Io`](crate::ErrorKind::Io) if the log is full of what must stay. Nothing is
+/// restored then.
 pub fn rewind_disk(path: &Path, log_dir: &Path, at: Point) -> Result<RewindReport> {
     let control = existing_log(log_dir, Access::Log)?;
     let base = OpenBase::open(&DiskOptions::new(path), Access::Write, log_dir, true)?;
@@ -40,12 +42,20 @@ pub fn rewind_disk(path: &Path, log_dir: &Path, at: Point) -> Result<RewindRepor
     rewind(Box::new(medium), log_dir, control, base, at)
 }
 
-/// As [`rewind_disk`], for a disk that this process brings back, and that nobody may open yet.
-pub(crate) fn rewind_unready(path: &Path, log_dir: &Path, at: Point) -> Result<RewindReport> {
+/// As [`rewind_disk`], for all disks of a log that this process brings back, and that nobody may
+/// open yet.
+pub(crate) fn rewind_unready(paths: &[PathBuf], log_dir: &Path, at: Point) -> Result<()> {
     let control = existing_log(log_dir, Access::Log)?;
-    let base = OpenBase::open_unready(path)?;
-    let medium = directory(log_dir, EngineKind::Blocking);
-    rewind(Box::new(medium), log_dir, control, base, at)
+    let bases = paths.iter().map(|path| OpenBase::open_unready(path));
+    let bases = bases.collect::<Result<Vec<_>>>()?;
+    let medium = Box::new(directory(log_dir, EngineKind::Blocking));
+    // Each open of a log begins a segment, and there may be many disks.
+    let (disks, mut keeper) = open_for_change(medium, log_dir, control, bases)?;
+    // The images have all of the others.
+    let mut written = disks
+        .iter()
+        .filter(|disk| disk.state.last_lsn.load(Ordering::Acquire) > 0);
+    written.try_for_each(|disk| rewind_open(disk, &mut keeper, at).map(drop))
 }
 
 /// As [`rewind_disk`], for a locked log.
@@ -61,7 +71,12 @@ pub(crate) fn rewind(
     if planned.changes_nothing() {
         return Ok(planned);
     }
-    let (disk, mut keeper) = open_for_change(medium, log_dir, control, base)?;
+    let (disks, mut keeper) = open_for_change(medium, log_dir, control, vec![base])?;
+    rewind_open(&disks[0], &mut keeper, at)
+}
+
+/// Restores a disk of a log that was [opened](open_for_change) for it.
+fn rewind_open(disk: &Disk, keeper: &mut Keeper, at: Point) -> Result<RewindReport> {
     let newest = disk.state.last_lsn.load(Ordering::Acquire);
     let held = keeper.hold(&disk.state, HoldOwner::Rewind)?;
     let planned = RewindReport::plan(&disk.log, &disk.state, at, newest, &held)?;

@@ -147,7 +147,7 @@ impl Oracle {
         let marks = marks.filter(move |(_, change)| change.sectors == 0 && !restores(change));
         marks.map(|(index, mark)| {
             let text = match &mark.restore {
-                Some(_) => "given up".to_owned(),
+                Some(_) => "a restore in place was given up".to_owned(),
                 None if mark.value == 0 => "a disk has another image".to_owned(),
                 None => format!("mark {}", mark.value),
             };
