@@ -658,6 +658,26 @@ fn many_disks_come_back_as_of_a_point_in_a_batch() {
     drop(open(&restored));
 }
 
+/// Discards have LSNs that no record has. What is written to the restored log gets later ones.
+#[test]
+fn what_is_written_to_a_restored_log_after_discards_stays() {
+    let (bench, archive, store) = Bench::in_use(Retention::All);
+    write(&store.disks()[0], 0, 1, 1);
+    mark(&store.disks()[0]);
+    store.close().unwrap();
+    for _ in 0..3 {
+        walvisor_storage::discard_log(&bench.disk("a"), &bench.log()).unwrap();
+    }
+    settle(&mut uploader(&archive, &bench));
+    let (_dir, restored) = bench.restore(&archive, Point::Newest).unwrap();
+    let store = open(&restored);
+    write(&store.disks()[0], 0, 9, 1);
+    mark(&store.disks()[0]);
+    store.close().unwrap();
+    let bytes = bytes_of(&restored.disks[0].path, &restored.log_dir);
+    assert_eq!(bytes[0], 9);
+}
+
 #[test]
 fn a_restored_log_goes_on() {
     let (bench, archive, store) = Bench::in_use(Retention::All);

@@ -63,6 +63,9 @@ impl Keeper {
                 return Err(error);
             }
             self.control.control.rewinds.pop();
+            if !self.log.lock().ring.is_used_up() {
+                return Err(error);
+            }
             let dir = self.log.dir.display();
             return Err(Error::full(format!(
                 "{dir}: the log has no room to record the restore; make it larger with 'walvisor \

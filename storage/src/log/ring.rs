@@ -188,6 +188,11 @@ impl SegmentRing {
         self.end
     }
 
+    /// How many segments the log can still begin.
+    pub(crate) fn left(&self) -> u32 {
+        self.free.len() as u32 + self.to_come()
+    }
+
     /// Whether no segment has room for the pending records and the ring can't grow.
     pub(crate) fn is_starved(&self) -> bool {
         self.starved
@@ -407,7 +412,7 @@ impl SegmentRing {
         }
         // The ring's last segment is reserved for the keeper. With it, a checkpoint can always make
         // the pending records durable, however full the ring is, and so free the other segments.
-        let left = self.free.len() as u32 + self.to_come();
+        let left = self.left();
         let may = left > 1 || draining;
         let next = may.then(|| self.free.pop_front()).flatten();
         // Not starved while a segment file can still be made: that makes room without a checkpoint.

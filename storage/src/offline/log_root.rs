@@ -436,6 +436,7 @@ impl LogParts<'_> {
             entry.generation = entry.generation.max(entry.next_generation);
             entry.next_generation = entry.generation;
         }
+        let changed = control.newest_change();
         let header = &mut control.header;
         let most = u64::from(self.segments) + SPARE_SEGMENTS;
         let limit = *SEGMENTS.end();
@@ -453,7 +454,8 @@ impl LogParts<'_> {
         header.first_sequence = U64::new(self.first_sequence);
         header.checkpoint_lsn = checkpoint;
         header.copying_lsn = U64::new(self.images_lsn);
-        header.next_lsn = U64::new(end.max(self.images_lsn).saturating_add(1));
+        let newest = end.max(self.images_lsn).max(changed);
+        header.next_lsn = U64::new(newest.saturating_add(1));
         header.next_cid = U64::new(self.last.cid.saturating_add(1));
         header.durable_lsn = U64::new(self.last.lsn);
         if !control.fits() || !control.counted() {

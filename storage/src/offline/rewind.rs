@@ -5,7 +5,7 @@ use std::path::{Path, PathBuf};
 use crate::catalog::control::{ControlFile, existing_log};
 use crate::catalog::options::DiskOptions;
 use crate::disk::handle::Disk;
-use crate::error::Result;
+use crate::error::{Error, Result};
 use crate::history::keeper::Keeper;
 use crate::history::point::Point;
 use crate::history::rewind_plan::{LogRecords, RewindReport};
@@ -16,7 +16,7 @@ use crate::medium::lock::Access;
 use crate::offline::attach::{OpenBase, locate};
 use crate::offline::open::open_for_change;
 use crate::recovery::contents::VerifyScope;
-use crate::recovery::replay::read_log_until;
+use crate::recovery::replay::read_for_recovery;
 use crate::recovery::scan::{FoundRecord, scan};
 use crate::sync::atomic::Ordering;
 
@@ -62,16 +62,29 @@ pub(crate) fn rewind_unready(paths: &[PathBuf], log_dir: &Path, at: Point) -> Re
 pub(crate) fn rewind(
     medium: Box<dyn Medium>,
     log_dir: &Path,
-    control: ControlFile,
+    mut control: ControlFile,
     base: OpenBase,
     at: Point,
 ) -> Result<RewindReport> {
     // What is refused changes nothing.
-    let planned = plan(medium.as_ref(), log_dir, &control, &base, at)?;
+    let planned = plan(medium.as_ref(), log_dir, &mut control, &base, at)?;
     if planned.changes_nothing() {
         return Ok(planned);
     }
     let (disks, mut keeper) = open_for_change(medium, log_dir, control, vec![base])?;
+    // It takes a segment, and another one is the keeper's. Where nothing can make room, whoever uses
+    // the log next needs a third.
+    let state = disks[0].log.lock();
+    let needed = 2 + u32::from(state.keeper.holds.held().is_some());
+    let left = state.ring.left();
+    drop(state);
+    if left < needed {
+        return Err(Error::full(format!(
+            "{}: the log has no room for the restore and what follows it; make it larger with \
+             'walvisor log resize', then try again",
+            log_dir.display()
+        )));
+    }
     rewind_open(&disks[0], &mut keeper, at)
 }
 
@@ -87,19 +100,19 @@ fn rewind_open(disk: &Disk, keeper: &mut Keeper, at: Point) -> Result<RewindRepo
     Ok(done)
 }
 
-/// Plans the restore of a closed log's disk, without a change of the log.
+/// Plans the restore of a closed log's disk, without a change of the log. What it found is durable.
 fn plan(
     medium: &dyn Medium,
     log_dir: &Path,
-    control: &ControlFile,
+    control: &mut ControlFile,
     base: &OpenBase,
     at: Point,
 ) -> Result<RewindReport> {
     let place = locate(base, control, log_dir)?;
-    let mut known = control.control.clone();
-    let (found, unapplied) = read_log_until(medium, log_dir, &mut known, u64::MAX)?;
+    let (found, unapplied) = read_for_recovery(medium, log_dir, control, &mut |_, _| {})?;
     base.find(control, log_dir, &unapplied)?;
-    let newest = found.newest(&known).lsn;
+    let known = &control.control;
+    let newest = found.newest(known).lsn;
     // These hold the segments, which are read again.
     drop((found, unapplied));
     if let Some(why) = base.why_no_past(control, place)? {
@@ -109,6 +122,6 @@ fn plan(
     let (tail, visit) = (VerifyScope::Tail, &mut |found: FoundRecord<'_>| {
         records.take(&found);
     });
-    scan(medium, log_dir, &known, tail, visit, &mut |_, _| {})?;
-    records.plan(at, &known, newest, &base.options.path, log_dir)
+    scan(medium, log_dir, known, tail, visit, &mut |_, _| {})?;
+    records.plan(at, known, newest, &base.options.path, log_dir)
 }

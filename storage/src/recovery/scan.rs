@@ -105,7 +105,11 @@ impl Scan {
         let next_lsn = if planted(Mutant::LsnRestart) {
             seen + 1
         } else {
-            control.control.header.next_lsn.get().max(seen + 1)
+            // The first record after a change that took an LSN must not have a lower one, or the
+            // next open would take its bytes for what that change has given up.
+            let changed = control.control.newest_change();
+            let next_lsn = control.control.header.next_lsn.get();
+            next_lsn.max(seen + 1).max(changed)
         };
         let note = |control: &mut Control| {
             control.header.next_lsn = U64::new(next_lsn);

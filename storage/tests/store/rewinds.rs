@@ -1,10 +1,10 @@
 //! Disks that are restored in place, while their log is in use and while it is not.
 
-use std::time::{SystemTime, UNIX_EPOCH};
+use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use walvisor_storage::{
     DiskOptions, ErrorKind, Point, RecordKind, Retention, Store, StoreOptions, Tracked,
-    dump_records, inspect, leave_log, move_to_log, resize_disk, rewind_disk,
+    adopt_image, dump_records, inspect, leave_log, move_to_log, resize_disk, rewind_disk,
 };
 
 use crate::bench::{BYTES, Bench, SECTORS};
@@ -402,6 +402,61 @@ fn impossible_rewinds_are_damage() {
                 assert_eq!(error.kind(), ErrorKind::Damaged, "to {to}");
             }
         }
+    }
+}
+
+/// Each image that is taken for the disk's own takes an LSN. A snapshot that follows is of the last.
+#[test]
+fn a_snapshot_after_some_changes_of_the_image_is_of_the_last() {
+    let mut bench = Bench::new(Retention::All);
+    bench.work(10);
+    let (disk, log) = (bench.place.disks()[0].clone(), bench.place.log());
+    for days in 1..4 {
+        let image = std::fs::File::options().write(true).open(&disk).unwrap();
+        let time = SystemTime::now() - Duration::from_secs(days * 86_400);
+        image.set_modified(time).unwrap();
+        drop(image);
+        adopt_image(&disk, &log).unwrap();
+    }
+    let store = bench.place.open();
+    let shown = store.disks()[0].snapshot("last".parse().unwrap()).unwrap();
+    store.close().unwrap();
+    let bytes = bench.as_of(0, snapshot("last")).unwrap();
+    assert!(bytes == bench.exported(0), "{shown:?}");
+}
+
+/// Whoever uses the log after restores of a closed disk can write, also if nothing can make room
+/// because a snapshot lies between the two points of a restore.
+#[test]
+fn restores_of_a_closed_disk_do_not_fill_its_log() {
+    for pinned in [false, true] {
+        let mut bench = Bench::with(StoreOptions {
+            segment_size: 64 << 10,
+            max_segments: 6,
+            retain: Some(Retention::All),
+            ..StoreOptions::default()
+        });
+        bench.open();
+        bench.change(10);
+        if pinned {
+            let made = bench.disk(0).snapshot("between".parse().unwrap());
+            made.unwrap();
+        }
+        bench.change(2);
+        bench.close();
+        let newest = bench.newest;
+        let mut restores = 0..10;
+        let refused = restores.find_map(|round| {
+            let at = Point::Lsn(round % 2 * newest);
+            bench.rewind(0, at).err()
+        });
+        let refused = refused.expect("the log has an end").to_string();
+        assert!(refused.contains("walvisor log resize"), "{refused}");
+        assert!(restores.start > 2, "{restores:?}");
+        let store = bench.place.open();
+        commit(&store.disks()[0], 0, 7, 8);
+        commit(&store.disks()[0], 0, 8, 8);
+        store.close().unwrap();
     }
 }
 

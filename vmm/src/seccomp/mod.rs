@@ -258,7 +258,8 @@ fn of_process(profile: SyscallProfile, opens: bool) -> Result<Rules, seccompiler
         });
         rules.collect()
     };
-    if opens {
+    // A restore to a point in a batch opens the disks that it makes.
+    if opens || profile == SyscallProfile::Archive {
         let locks = [libc::F_OFD_GETLK, libc::F_OFD_SETLK].map(|command| command as u64);
         let fcntl = rules.entry(libc::SYS_fcntl).or_default();
         fcntl.extend(one_of(1, &locks)?);

@@ -11,7 +11,7 @@ use std::path::{Path, PathBuf};
 use std::process::{Command, Output, Stdio};
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use walvisor_testkit::nbd::{FLUSH, PAYLOAD_LEN, RawClient, WRITE};
+use walvisor_testkit::nbd::{FLUSH, PAYLOAD_LEN, RawClient, WRITE, extended_request};
 use walvisor_testkit::process::{
     Limited, assert_refused, assert_says, create, foreign, program, succeed, text,
 };
@@ -98,6 +98,55 @@ fn write_once(dir: &Path, disk: &str, byte: u8) {
     client.flush(2);
     drop(client);
     daemon.stop();
+}
+
+/// A batch comes as a whole, so the restore opens the disk, within its sandbox, to go back into it.
+#[test]
+fn a_disk_comes_back_as_of_a_point_in_a_batch() {
+    let (_place, home, elsewhere) = two_hosts();
+    create(&home, "disk.img", "1M");
+    let (daemon, mut client) = serve(&home, ",retain=all");
+    let mut requests = Vec::new();
+    for block in 0..32_u64 {
+        let (offset, length) = (block * BLOCK as u64, BLOCK as u64);
+        requests.extend(extended_request(PAYLOAD_LEN, WRITE, block, offset, length));
+        requests.extend([1; BLOCK]);
+    }
+    client.send(&requests);
+    (0..32).for_each(|_| assert_eq!(client.reply().kind, 0));
+    client.flush(1000);
+    drop(client);
+    daemon.stop();
+    let dumped = done(foreign(&home, program()).args([
+        "log",
+        "dump",
+        "disk.img.wal",
+        "--records",
+        "--json",
+    ]));
+    let records = dumped.lines().map(|line| {
+        let keys = ["lsn", "payload_offset", "payload_bytes", "sector"];
+        keys.map(|key| number(line, key))
+    });
+    let records: Vec<_> = records.collect();
+    // No header comes between it and the one before.
+    let pair = records
+        .windows(2)
+        .find(|pair| pair[1][1] == pair[0][1] + pair[0][2]);
+    let pair = pair.expect("a batch of some records");
+    let (at, behind) = (pair[0][0], pair[1][3] as usize * 512);
+    fs::create_dir(home.join("archive")).unwrap();
+    let url = format!("file://{}", home.join("archive").display());
+    run(&home, &format!("push disk.img.wal {url}"));
+    run(&elsewhere, &format!("restore {url} restored --at lsn:{at}"));
+    let restored = elsewhere.join("restored");
+    done(foreign(&restored, program()).args(["disk", "export", "disk.img", "raw"]));
+    let raw = fs::read(restored.join("raw")).unwrap();
+    assert_eq!(raw[behind], 0, "what follows the point does not count");
+    assert_eq!(
+        raw.iter().filter(|byte| **byte == 1).count(),
+        BLOCK * at as usize
+    );
 }
 
 /// Writes the next block, with its number, and flushes.
