@@ -345,7 +345,7 @@ impl<'a> Uploader<'a> {
             Err(why) => return self.begin_anew(why),
         };
         self.refuse_other_log(&root)?;
-        if let Some(why) = self.why_anew(&root) {
+        if let Some(why) = root.why_other_images(&self.root) {
             return self.begin_anew(why);
         }
         self.root = root.clone();
@@ -481,11 +481,6 @@ impl<'a> Uploader<'a> {
                  archive begins anew with a copy of them"
             ),
         ))
-    }
-
-    /// Why records from here on can't be put over the base images that the archive has.
-    fn why_anew(&self, root: &LogRoot) -> Option<String> {
-        root.why_other_images(&self.root)
     }
 
     /// Sends a part with the pending pieces, and the root if it has changed.

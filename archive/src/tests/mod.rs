@@ -608,8 +608,8 @@ fn a_restore_in_place_of_one_log_does_not_count_in_another() {
 }
 
 /// The log that was restored goes on, in the same archive and in one of its own.
-/// A batch comes as a whole, so the disks of the restored log go back to a point in it. There may be
-/// more of them than the log has segments to spare, and some that nobody has written to.
+/// A batch comes as a whole, so the disks of the restored log go back to a point in it. There may
+/// be more of them than the log has segments to spare, and some that nobody has written to.
 #[test]
 fn many_disks_come_back_as_of_a_point_in_a_batch() {
     let names: Vec<String> = (0..12).map(|name| format!("disk{name}")).collect();

@@ -136,8 +136,8 @@ impl Gate {
         release
     }
 
-    /// Makes the next look-up of extents wait, and its thread with it, until the sender sends. If the
-    /// sender is dropped, the look-up panics.
+    /// Makes the next look-up of extents wait, and its thread with it, until the sender sends. If
+    /// the sender is dropped, the look-up panics.
     pub fn hold_up_look_up(&self) -> Sender<()> {
         let (release, released) = channel();
         *self.shared.hold_up_look_up.lock().expect("a channel") = Some(released);

@@ -142,11 +142,6 @@ impl DescriptorKind {
             .into_iter()
             .find(|kind| *kind as u32 == raw)
     }
-
-    /// Whether the record changes sectors of its disk.
-    pub(crate) fn changes_sectors(self) -> bool {
-        matches!(self, Self::Write | Self::WriteZeroes | Self::Discard)
-    }
 }
 
 impl Descriptor {
@@ -167,6 +162,12 @@ impl Descriptor {
     /// version.
     pub(crate) fn kind(&self) -> Option<DescriptorKind> {
         DescriptorKind::from_raw(self.kind.get())
+    }
+
+    /// Whether the record changes sectors of its disk.
+    pub(crate) fn changes_sectors(&self) -> bool {
+        use DescriptorKind::{Discard, Write, WriteZeroes};
+        matches!(self.kind(), Some(Write | WriteZeroes | Discard))
     }
 
     /// Checksums of the payload.

@@ -83,7 +83,8 @@ impl Point {
         }
     }
 
-    /// Resolves the point, for a disk of the log, to the LSN of the last record up to it. `read` calls its argument with each record of the log, in LSN order.
+    /// Resolves the point, for a disk of the log, to the LSN of the last record up to it. `read`
+    /// calls its argument with each record of the log, in LSN order.
     ///
     /// # Errors
     /// [`ErrorKind::NotFound`] if the disk can't be restored to the point; the error names the

@@ -558,28 +558,25 @@ pub(crate) fn attach(
         }
     }
     refuse_unnamed(&found, control, log_dir, unapplied)?;
-    for (base, place) in bases.iter().zip(&found) {
-        end_past(base, *place, control, newest)?;
-    }
-    take_over(&bases, &found, control);
-    let states = bases.into_iter().zip(found);
-    states
-        .map(|(base, place)| enter(base, place, control))
-        .collect()
+    enter_all(bases, &found, control, newest)
 }
 
-/// As [`attach`] for one disk, whatever other disks have records in the log.
-pub(crate) fn attach_alone(
-    base: OpenBase,
+/// Gives these images to the entries at these places, in memory, and creates the disks' states.
+/// `newest`: the disks' present state.
+pub(crate) fn enter_all(
+    bases: Vec<OpenBase>,
+    found: &[usize],
     control: &mut ControlFile,
-    log_dir: &Path,
-    unapplied: &UnappliedByDisk,
     newest: u64,
-) -> Result<Arc<DiskState>> {
-    let place = base.find(control, log_dir, unapplied)?;
-    end_past(&base, place, control, newest)?;
-    take_over(std::slice::from_ref(&base), &[place], control);
-    enter(base, place, control)
+) -> Result<Vec<Arc<DiskState>>> {
+    for (base, place) in bases.iter().zip(found) {
+        end_past(base, *place, control, newest)?;
+    }
+    take_over(&bases, found, control);
+    let states = bases.into_iter().zip(found);
+    states
+        .map(|(base, place)| enter(base, *place, control))
+        .collect()
 }
 
 /// Refuses a log with records of a disk whose image was not named: they could never be copied, so

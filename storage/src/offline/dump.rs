@@ -72,15 +72,19 @@ impl<'a> LogRecord<'a> {
     /// A record that was found, of the disk whose base image is at `disk`. `text`: that of a mark.
     pub(crate) fn new(found: &FoundRecord<'a>, disk: &'a Path, text: Option<&'a MarkText>) -> Self {
         let descriptor = found.descriptor;
-        let (mut sector, sectors) = (descriptor.sector.get(), descriptor.sectors.get());
+        let sector = descriptor.sector.get();
         let kind = match descriptor.kind() {
             Some(DescriptorKind::Write) | None => RecordKind::Write,
             Some(DescriptorKind::WriteZeroes) => RecordKind::WriteZeroes,
             Some(DescriptorKind::Discard) => RecordKind::Discard,
             Some(DescriptorKind::Mark) => RecordKind::Mark,
-            Some(DescriptorKind::Rewind) => RecordKind::Rewind(std::mem::take(&mut sector)),
+            Some(DescriptorKind::Rewind) => RecordKind::Rewind(sector),
         };
-        let changes = !matches!(kind, RecordKind::Mark | RecordKind::Rewind(_));
+        // In a rewind it is the LSN.
+        let sector = match kind {
+            RecordKind::Rewind(_) => 0,
+            _ => sector,
+        };
         Self {
             lsn: found.lsn,
             cid: found.batch.cid.get(),
@@ -90,13 +94,13 @@ impl<'a> LogRecord<'a> {
             kind,
             text,
             sector,
-            sectors,
+            sectors: descriptor.sectors.get(),
             payload_bytes: descriptor.payload_len(),
             payload_crc: checksum::combine(found.checksums, descriptor.payload_len()),
             segment: &found.segment.path,
             offset: found.offset,
             in_base: found.in_base,
-            undone: changes && !found.in_base && !found.counts,
+            undone: descriptor.changes_sectors() && !found.in_base && !found.counts,
             damaged: found.damaged,
         }
     }

@@ -31,7 +31,7 @@ use crate::medium::file::{Appender, Segment};
 use crate::medium::filesystem::{self, OpenMode};
 use crate::medium::lock::Access;
 use crate::medium::pace::{Pace, SlowAppender};
-use crate::offline::attach::{OpenBase, announce_open, attach, attach_alone, find};
+use crate::offline::attach::{OpenBase, announce_open, attach, enter_all, find};
 use crate::parallel::Progress;
 use crate::recovery::replay::{UnappliedByDisk, read_for_recovery, read_log_until, recover};
 use crate::recovery::scan::Scan;
@@ -364,8 +364,8 @@ pub(crate) fn open_for_change(
 ) -> Result<(Vec<Disk>, Keeper)> {
     let read = read_for_recovery(medium.as_ref(), log_dir, &mut control, &mut |_, _| {})?;
     let newest = read.0.newest(&control.control).lsn;
-    let attach = |base| attach_alone(base, &mut control, log_dir, &read.1, newest);
-    let states = bases.into_iter().map(attach).collect::<Result<Vec<_>>>()?;
+    let found = find(&bases, &control, log_dir, &read.1)?;
+    let states = enter_all(bases, &found, &mut control, newest)?;
     let options = StoreOptions::default();
     let (log, keeper) = assemble(medium, log_dir, control, &states, (read, true), &options)?;
     log.lock().keeper.checkpoint = false;

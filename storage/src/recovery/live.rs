@@ -1,7 +1,7 @@
 //! Reading segments of a log in use.
 
 use crate::error::{Error, ErrorKind, Result};
-use crate::format::{Control, DescriptorKind};
+use crate::format::Control;
 use crate::medium::file::Segment;
 use crate::mutant::{Mutant, planted};
 use crate::parallel;
@@ -68,10 +68,7 @@ pub(crate) fn read_live(
                     segment: &segment,
                     offset,
                     in_base: lsn <= control.applied_lsn(disk_id),
-                    counts: descriptor
-                        .kind()
-                        .is_some_and(DescriptorKind::changes_sectors)
-                        && timelines.of(disk_id).has(lsn),
+                    counts: descriptor.changes_sectors() && timelines.of(disk_id).has(lsn),
                     damaged: wrong.iter().any(|block| blocks.contains(block)),
                 });
             }

@@ -102,9 +102,7 @@ impl LogReplay {
         let (sector, sectors) = (descriptor.sector.get(), descriptor.sectors.get());
         let disk_id = descriptor.disk_id.get();
         let disk = self.disks.get_mut(&disk_id);
-        let changes = descriptor
-            .kind()
-            .is_some_and(DescriptorKind::changes_sectors);
+        let changes = descriptor.changes_sectors();
         let Some(disk) = disk.filter(|disk| !changes || disk.has(sector, sectors)) else {
             self.stray.get_or_insert(lsn);
             return;
@@ -168,7 +166,7 @@ pub(crate) fn read_log(
     progress: Progress<'_>,
 ) -> Result<(Scan, UnappliedByDisk)> {
     let until = until.saturating_add(u64::from(planted(Mutant::PointReadsNewer)));
-    let (scan, disks) = loop {
+    let (mut scan, disks) = loop {
         let mut disks = LogReplay::of(control, until);
         let visit = &mut |found: FoundRecord<'_>| {
             if found.lsn <= until {
@@ -185,7 +183,6 @@ pub(crate) fn read_log(
     };
     let indexes = disks.finish(log_dir)?;
     // Blocks overwritten by later records don't matter.
-    let mut scan = scan;
     scan.damaged.retain(|damaged| {
         let needed = |unapplied: &UnappliedRecords| damaged.is_needed(&unapplied.extents);
         indexes.get(&damaged.disk_id).is_some_and(needed)

@@ -614,10 +614,9 @@ impl LogAssembler<'_> {
                 planted(Mutant::RecoveryAcceptsStale),
             );
             let in_base = lsn <= self.control.applied_lsn(disk_id) && !stale;
-            let kind = descriptor.kind();
-            let counts = kind.is_some_and(DescriptorKind::changes_sectors)
-                && (self.timelines.of(disk_id).has(lsn) || stale);
-            if kind == Some(DescriptorKind::Rewind)
+            let counts =
+                descriptor.changes_sectors() && (self.timelines.of(disk_id).has(lsn) || stale);
+            if descriptor.kind() == Some(DescriptorKind::Rewind)
                 && lsn > self.control.header.checkpoint_lsn.get()
             {
                 let to = descriptor.sector.get();

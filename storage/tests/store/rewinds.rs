@@ -1,5 +1,6 @@
 //! Disks that are restored in place, while their log is in use and while it is not.
 
+use std::path::PathBuf;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use walvisor_storage::{
@@ -326,6 +327,16 @@ fn a_disk_with_history_is_not_shrunk_and_does_not_leave() {
     }
 }
 
+/// The segment and the byte offset of the last batch, whose record has no payload.
+fn last_batch(bench: &Bench) -> (PathBuf, u64) {
+    let mut batch = None;
+    dump_records(&bench.place.log(), &mut |last| {
+        batch = Some((last.segment.to_owned(), last.offset - 4096));
+    })
+    .unwrap();
+    batch.expect("a record")
+}
+
 /// Either slot of the control file says that the restore, the log's last record, was durable: damage
 /// to it is never taken for a torn write.
 #[test]
@@ -334,12 +345,7 @@ fn damage_to_a_restore_does_not_bring_back_what_was_undone() {
     bench.work(30);
     bench.back(0, 12);
     let (control, good) = (bench.place.log().join("control"), bench.control());
-    let mut record = None;
-    dump_records(&bench.place.log(), &mut |last| {
-        record = Some((last.segment.to_owned(), last.offset - 4096));
-    })
-    .unwrap();
-    let (segment, batch) = record.unwrap();
+    let (segment, batch) = last_batch(&bench);
     for slot in [0, 65536] {
         flip(&control, slot + 64);
         assert!(bench.exported(0) == bench.states[&12][0], "slot at {slot}");
@@ -374,12 +380,7 @@ fn impossible_rewinds_are_damage() {
     let horizon = bench.horizon();
     assert!(horizon > 0);
     let at = bench.back(0, bench.newest - 9).lsn.unwrap();
-    let mut place = None;
-    dump_records(&bench.place.log(), &mut |last| {
-        place = Some((last.segment.to_owned(), last.offset - 4096));
-    })
-    .unwrap();
-    let (segment, batch) = place.unwrap();
+    let (segment, batch) = last_batch(&bench);
     let whole = std::fs::read(&segment).unwrap()[batch as usize..][..96 + 20].to_vec();
     for (to, damaged) in [
         (horizon - 1, true),
