@@ -138,29 +138,40 @@ impl Claim {
     /// The claim in an object. A damaged one counts as that of an unknown writer, and a warning
     /// names it.
     pub(crate) fn of(bytes: &[u8], name: &str, epoch: u64) -> Self {
-        let claim = serde_json::from_slice(bytes).map_err(|error| error.to_string());
-        let of_epoch = |claim: Self| match claim.epoch {
-            own if own == epoch => Ok(claim),
-            other => Err(format!("it is the claim of epoch {other}")),
-        };
-        let claim = claim.and_then(of_epoch).unwrap_or_else(|error| {
-            let error = Error::damaged(name, error);
-            tracing::warn!("{error}; this program treats the archive as begun anew there");
-            Self {
-                epoch,
-                writer: String::new(),
-                owner: "a writer whose claim is damaged".to_owned(),
-                host: String::new(),
-                copy: None,
-                directory: None,
-                after: None,
-                promoted: false,
-                made_us: 0,
+        Self::decode(bytes, name, epoch).unwrap_or_else(|error| Self::unknown(epoch, &error))
+    }
+
+    /// The claim in an object.
+    ///
+    /// # Errors
+    /// [`ErrorKind::Damaged`].
+    pub(crate) fn decode(bytes: &[u8], name: &str, epoch: u64) -> Result<Self> {
+        let claim = serde_json::from_slice(bytes).map_err(|error| Error::damaged(name, error))?;
+        match claim {
+            Self { epoch: other, .. } if other != epoch => {
+                let why = format!("it is the claim of epoch {other}");
+                Err(Error::damaged(name, why))
             }
-        });
+            claim => Ok(Self {
+                owner: printable(&claim.owner),
+                ..claim
+            }),
+        }
+    }
+
+    /// What counts instead of a damaged claim. A warning names that one.
+    pub(crate) fn unknown(epoch: u64, error: &Error) -> Self {
+        tracing::warn!("{error}; this program treats the archive as begun anew there");
         Self {
-            owner: printable(&claim.owner),
-            ..claim
+            epoch,
+            writer: String::new(),
+            owner: "a writer whose claim is damaged".to_owned(),
+            host: String::new(),
+            copy: None,
+            directory: None,
+            after: None,
+            promoted: false,
+            made_us: 0,
         }
     }
 }

@@ -233,8 +233,9 @@ impl<'a> ExpireNotice<'a> {
 /// too early, it is continued by another call.
 ///
 /// # Errors
-/// [`ErrorKind::NotFound`](crate::ErrorKind::NotFound) if there is no archive; if it can't be read,
-/// or the store removes nothing, perhaps because the bucket locks its objects.
+/// [`ErrorKind::NotFound`](crate::ErrorKind::NotFound) if there is no archive;
+/// [`ErrorKind::Damaged`](crate::ErrorKind::Damaged) if a claim is; if it can't be read, or the
+/// store removes nothing, perhaps because the bucket locks its objects.
 pub fn expire(archive: &Archive, options: &ExpireOptions) -> Result<ExpireReport> {
     archive.block_on(expire_at(archive, options, now_us()))
 }
@@ -275,7 +276,16 @@ pub(crate) async fn remove_old(
     if let Some(notice) = notice {
         gone.extend(notice.ended_others().await?);
     }
-    let catalog = Catalog::read(archive).await?;
+    let mut catalog = Catalog::read(archive).await?;
+    if let Some(error) = catalog.damaged_claim.take() {
+        // What it continues would count as a log that has ended.
+        let message = format!(
+            "{}: {error}; which log that epoch continues is not known, so nothing is removed; if \
+             it stays so, remove that object from the store: the archive then begins anew there",
+            archive.shown()
+        );
+        return Err(Error::new(ErrorKind::Damaged, message));
+    }
     let (bases, mut damaged) = catalog.read_bases(archive).await?;
     let leased = leased.as_deref();
     let needs = NeededObjects::find(archive, &catalog, &bases, leased, options, now_us).await?;
@@ -288,14 +298,6 @@ pub(crate) async fn remove_old(
         bases: manifests.len() as u64,
         ..ExpireReport::default()
     };
-    for (at, bytes) in &catalog.listed_parts {
-        // Of an epoch that was claimed meanwhile, nothing is known.
-        if !needs.parts.contains(at) && catalog.claims.contains_key(&at.epoch) {
-            report.parts += 1;
-            report.bytes += bytes;
-            gone.push(layout::part(*at));
-        }
-    }
     let mut named = HashSet::new();
     for base in kept {
         match whole_base(archive, base.at).await? {
@@ -303,8 +305,17 @@ pub(crate) async fn remove_old(
             None => damaged = true,
         }
     }
+    // A manifest that can't be read may need any part and name any chunk, and be whole again
+    // tomorrow.
+    for (at, bytes) in catalog.listed_parts.iter().filter(|_| !damaged) {
+        // Of an epoch that was claimed meanwhile, nothing is known.
+        if !needs.parts.contains(at) && catalog.claims.contains_key(&at.epoch) {
+            report.parts += 1;
+            report.bytes += bytes;
+            gone.push(layout::part(*at));
+        }
+    }
     let sent_before = now_us.saturating_sub(options.grace.as_micros() as u64);
-    // A manifest that can't be read may name any chunk, and be whole again tomorrow.
     for (hash, bytes, modified_us) in chunks.into_iter().filter(|_| !damaged) {
         if !named.contains(&hash) && modified_us <= sent_before {
             report.chunks += 1;
@@ -390,9 +401,12 @@ impl NeededObjects {
             // The images that lead to all points since the cutoff.
             let old = |base: &&BaseHeader| time_of(base.exact, base.made_us) <= cutoff;
             let first = own.iter().rposition(old).unwrap_or(0);
-            // What is damaged at the end stays as long as the line does.
-            let whole = line.clone().cut_damaged_end(archive).await?;
-            let ended = whole.is_some_and(|end| time_of(end.last, end.made_us) < cutoff);
+            // If its end is damaged, it is not known when it ended.
+            let end = match line.end() {
+                Some(end) => whole_part(archive, end).await?,
+                None => None,
+            };
+            let ended = end.is_some_and(|end| time_of(end.last, end.made_us) < cutoff);
             for (i, base) in own.into_iter().enumerate() {
                 let since = i >= first && !ended || newest && base.at == last_base;
                 if since || leased.is_none_or(|leased| leased.contains(&base.at)) {

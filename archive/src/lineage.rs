@@ -30,6 +30,8 @@ const MOST_LISTS: u32 = 5;
 /// What an archive has: claims, and the numbers of parts and bases of each epoch.
 pub(crate) struct Catalog {
     pub claims: BTreeMap<u64, Claim>,
+    /// Why the first damaged claim is so: what its epoch continues is not known.
+    pub damaged_claim: Option<Error>,
     /// The lowest and the highest numbers of parts that follow each other, by epoch, in order.
     parts: BTreeMap<u64, Vec<(u64, u64)>>,
     /// The parts in the store's list, with their sizes.
@@ -109,7 +111,7 @@ impl Catalog {
 
     /// As [`read`](Self::read), without the parts before this one.
     pub(crate) async fn read_from(archive: &Archive, first: Option<ObjectId>) -> Result<Self> {
-        let claims = Self::claims(archive).await?;
+        let (claims, damaged_claim) = Self::read_claims(archive).await?;
         let before = first.map(|first| {
             layout::part(ObjectId {
                 number: first.number.saturating_sub(1),
@@ -151,6 +153,7 @@ impl Catalog {
         let bases = bases.iter().filter_map(|base| place_of(&base.name));
         Ok(Self {
             claims,
+            damaged_claim,
             parts,
             listed_parts,
             bases: bases.collect(),
@@ -162,6 +165,10 @@ impl Catalog {
     /// # Errors
     /// [`ErrorKind::NotFound`] if there is none.
     pub(crate) async fn claims(archive: &Archive) -> Result<BTreeMap<u64, Claim>> {
+        Ok(Self::read_claims(archive).await?.0)
+    }
+
+    async fn read_claims(archive: &Archive) -> Result<(BTreeMap<u64, Claim>, Option<Error>)> {
         let listed = archive.list(layout::EPOCHS).await?;
         let numbers = listed
             .iter()
@@ -171,16 +178,20 @@ impl Catalog {
         let newest = *epochs.last().ok_or_else(|| no_archive(archive))?;
         // Some stores' lists lag behind.
         epochs.extend(newest.saturating_sub(LAG).max(1)..=newest + MOST_UNLISTED);
-        let mut claims = BTreeMap::new();
+        let (mut claims, mut damaged) = (BTreeMap::new(), None);
         for epoch in epochs {
-            let name = layout::epoch(epoch);
-            match archive.get(&name).await? {
-                Some(claim) => drop(claims.insert(epoch, Claim::of(&claim, &name, epoch))),
-                None if epoch > newest => break,
-                None => {}
+            match find_claim(archive, epoch).await {
+                Ok(Some(claim)) => drop(claims.insert(epoch, claim)),
+                Ok(None) if epoch > newest => break,
+                Ok(None) => {}
+                Err(error) if error.kind() == ErrorKind::Damaged => {
+                    claims.insert(epoch, Claim::unknown(epoch, &error));
+                    damaged.get_or_insert(error);
+                }
+                Err(error) => return Err(error),
             }
         }
-        Ok(claims)
+        Ok((claims, damaged))
     }
 
     /// The newest epoch.
@@ -333,19 +344,32 @@ pub(crate) async fn read_part(archive: &Archive, at: ObjectId) -> Result<(PartHe
     open_part(at, &archive.need(&layout::part(at)).await?)
 }
 
-/// Reads a part, or says how it is damaged or missing: it is asked for again, since it may be the
-/// answer that is wrong.
+/// Reads something again if it is damaged: it may be the answer that is wrong.
+async fn twice<T>(read: impl AsyncFn() -> Result<T>) -> Result<T> {
+    match read().await {
+        Err(error) if error.kind() == ErrorKind::Damaged => read().await,
+        read => read,
+    }
+}
+
+/// Reads a claim.
+async fn find_claim(archive: &Archive, epoch: u64) -> Result<Option<Claim>> {
+    let name = layout::epoch(epoch);
+    twice(async || {
+        let found = archive.get(&name).await?;
+        let claim = found.map(|bytes| Claim::decode(&bytes, &name, epoch));
+        claim.transpose()
+    })
+    .await
+}
+
+/// Reads a part, or says how it is damaged or missing.
 pub(crate) async fn try_part(
     archive: &Archive,
     at: ObjectId,
 ) -> Result<std::result::Result<(PartHeader, Vec<u8>), Error>> {
-    let damaged = |error: &Error| error.kind() == ErrorKind::Damaged;
-    let mut read = read_part(archive, at).await;
-    if read.as_ref().is_err_and(damaged) {
-        read = read_part(archive, at).await;
-    }
-    match read {
-        Err(error) if damaged(&error) => Ok(Err(error)),
+    match twice(async || read_part(archive, at).await).await {
+        Err(error) if error.kind() == ErrorKind::Damaged => Ok(Err(error)),
         read => read.map(Ok),
     }
 }
@@ -380,7 +404,7 @@ pub(crate) async fn whole_base(
     archive: &Archive,
     at: ObjectId,
 ) -> Result<Option<(BaseHeader, Vec<u8>)>> {
-    match read_base(archive, at).await {
+    match twice(async || read_base(archive, at).await).await {
         Err(error) if error.kind() == ErrorKind::Damaged => {
             let archive = archive.shown();
             tracing::warn!(
@@ -460,6 +484,7 @@ mod tests {
                 of_epoch.push((part.1, part.2));
                 runs
             }),
+            damaged_claim: None,
             listed_parts: Vec::new(),
             bases: Vec::new(),
         }

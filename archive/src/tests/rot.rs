@@ -1,6 +1,8 @@
 //! Objects that have rotted in the store, or that somebody has made up: what is whole is used, and
 //! the rest is named.
 
+use std::time::Duration;
+
 use walvisor_storage::{Commit, Point, Retention, Store};
 
 use super::strange::{flip, told};
@@ -9,7 +11,7 @@ use super::{
     reachable, refused, settle, take_over, uploader, write,
 };
 use crate::error::ErrorKind;
-use crate::expire::DAY_US;
+use crate::expire::{DAY_US, ExpireOptions, expire_at};
 use crate::layout::{self, ObjectId};
 use crate::remote::Archive;
 use crate::restore::verify;
@@ -161,6 +163,50 @@ fn damaged_notes_stop_nothing_for_ever() {
     assert!(told.contains("remove that object"), "{told}");
     archive.block_on(archive.remove(layout::LOG)).unwrap();
     settle(&mut uploader(&archive, &bench));
+    assert_eq!(reachable(&bench, &archive, &commits), [4]);
+    store.close().unwrap();
+}
+
+/// What can't be read may lead to points that are kept, and be whole again tomorrow.
+#[test]
+fn nothing_expires_that_a_damaged_object_may_need() {
+    let (bench, archive, store, commits) = copied_four_times();
+    let [oldest, .., newest] = &commits[..] else {
+        unreachable!()
+    };
+    let expire = |since_us| {
+        let options = ExpireOptions {
+            keep: Duration::ZERO,
+            keep_daily: 0,
+            grace: AT_ONCE,
+            dry_run: false,
+        };
+        archive.block_on(expire_at(&archive, &options, since_us))
+    };
+    let while_damaged = |name: &str, since_us| {
+        let whole = archive.block_on(archive.need(name)).unwrap();
+        archive.block_on(archive.put(name, &"?".into())).unwrap();
+        let expired = expire(since_us);
+        archive.block_on(archive.put(name, &whole)).unwrap();
+        assert_eq!(reachable(&bench, &archive, &commits), [1, 2, 3, 4]);
+        expired
+    };
+    // The log that it continues would have ended.
+    let claim = layout::epoch(2);
+    let error = while_damaged(&claim, newest.0.unix_us).unwrap_err();
+    assert_eq!(error.kind(), ErrorKind::Damaged);
+    let told = error.to_string();
+    assert!(
+        told.contains(&claim) && told.contains("remove that object"),
+        "{told}"
+    );
+    // The images before the oldest point.
+    let manifests = archive.block_on(archive.list(layout::BASES)).unwrap();
+    let expired = while_damaged(&manifests[0].name, oldest.0.unix_us).unwrap();
+    assert_eq!((expired.bases, expired.parts, expired.chunks), (0, 0, 0));
+    // Without the claim, that log has ended.
+    archive.block_on(archive.remove(&claim)).unwrap();
+    assert!(expire(newest.0.unix_us).unwrap().bases > 0);
     assert_eq!(reachable(&bench, &archive, &commits), [4]);
     store.close().unwrap();
 }
