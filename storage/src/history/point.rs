@@ -160,6 +160,13 @@ impl Point {
                 Ordering::Less | Ordering::Equal => before = Some(commit),
             };
         read(&mut visit)?;
+        // What was changed of the log's disks since the newest record has an LSN too.
+        if let Self::Lsn(lsn) = self
+            && after.is_none()
+            && (horizon..=control.newest_change()).contains(&lsn)
+        {
+            return Ok(lsn);
+        }
         let is_there = |commit: &Commit| match self {
             Self::Time(_) | Self::Newest => true,
             _ => self.compare(commit.lsn, commit.cid, commit.unix_us) == Ordering::Equal,

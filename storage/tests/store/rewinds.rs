@@ -418,6 +418,10 @@ fn a_snapshot_after_some_changes_of_the_image_is_of_the_last() {
         image.set_modified(time).unwrap();
         drop(image);
         adopt_image(&disk, &log).unwrap();
+        // Before the log is opened, no record has the LSN of the change.
+        let changed = inspect(&disk, &log).unwrap().log.unwrap().last_lsn + days;
+        assert!(bench.as_of(0, Point::Lsn(changed)).unwrap() == bench.exported(0));
+        assert!(bench.as_of(0, Point::Lsn(changed + 1)).is_err());
     }
     let store = bench.place.open();
     let shown = store.disks()[0].snapshot("last".parse().unwrap()).unwrap();
