@@ -108,6 +108,7 @@ pub use {
     offline::create::create_disk,
     offline::discard::{HeldRecords, adopt_image, discard_log, plan_adoption, plan_discard},
     offline::dump::{LogGroup, LogMark, LogRecord, RecordKind, dump_groups, dump_records},
+    offline::fetcher::{ChunkSource, FetchOptions, FetchRemedy, FetchReport, Fetcher},
     offline::follow::{FollowStep, LogFollower, LogPiece, LogPlace, PieceChecker, cut_piece},
     offline::image::Image,
     offline::inspect::{

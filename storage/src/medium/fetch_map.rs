@@ -254,8 +254,13 @@ impl FetchMap {
         self.chunks
     }
 
+    /// Bytes of a chunk, but the last.
+    pub(crate) fn chunk_bytes(&self) -> u64 {
+        self.chunk_bytes
+    }
+
     /// The disk's log is there: others may open the disk, and wait for the chunks that they need.
-    pub fn set_ready(&self) {
+    pub(crate) fn set_ready(&self) {
         self.assert_writable();
         self.counter(UNREADY).store(0, Ordering::Release);
     }
@@ -287,7 +292,7 @@ impl FetchMap {
     ///
     /// # Errors
     /// If the file system has no locks, or the map can't be written.
-    pub fn lock(&self) -> Result<bool> {
+    pub(crate) fn lock(&self) -> Result<bool> {
         if !self.writable {
             let error = io::ErrorKind::ReadOnlyFilesystem.into();
             return Err(Error::io("write the fetch map", &self.path, error));
@@ -301,7 +306,7 @@ impl FetchMap {
     ///
     /// # Errors
     /// As [`settle`](Self::settle).
-    pub fn resume(&self) -> Result<()> {
+    pub(crate) fn resume(&self) -> Result<()> {
         self.assert_writable();
         for chunk in self.states() {
             let (lost, absent) = (state::LOST, state::ABSENT);
@@ -319,12 +324,12 @@ impl FetchMap {
     }
 
     /// Whether requests wait for this chunk.
-    pub fn is_asked(&self, chunk: usize) -> bool {
+    pub(crate) fn is_asked(&self, chunk: usize) -> bool {
         self.states()[chunk].load(Ordering::Acquire) == state::ASKED
     }
 
     /// The chunks for which requests wait.
-    pub fn asked(&self) -> Vec<usize> {
+    pub(crate) fn asked(&self) -> Vec<usize> {
         (0..self.chunks)
             .filter(|chunk| self.is_asked(*chunk))
             .collect()
@@ -332,13 +337,13 @@ impl FetchMap {
 
     /// A chunk was written to the image, and the image was synced since. It can be used once this
     /// map was [settled](Self::settle).
-    pub fn note_written(&self, chunk: usize) {
+    pub(crate) fn note_written(&self, chunk: usize) {
         self.assert_writable();
         self.states()[chunk].store(state::WRITTEN, Ordering::Release);
     }
 
     /// The archive has lost a chunk: requests for it fail.
-    pub fn note_lost(&self, chunk: usize) {
+    pub(crate) fn note_lost(&self, chunk: usize) {
         self.assert_writable();
         self.states()[chunk].store(state::LOST, Ordering::Release);
         self.announce();
@@ -349,7 +354,7 @@ impl FetchMap {
     ///
     /// # Errors
     /// If the map can't be synced.
-    pub fn settle(&self) -> Result<()> {
+    pub(crate) fn settle(&self) -> Result<()> {
         self.assert_writable();
         let synced = self.file.sync_data();
         synced.map_err(|error| Error::io("sync the fetch map", &self.path, error))?;
@@ -362,14 +367,20 @@ impl FetchMap {
     }
 
     /// Tells those who wait that somebody fetches. Call it every second.
-    pub fn beat(&self) {
+    pub(crate) fn beat(&self) {
         self.assert_writable();
         self.counter(PULSE).fetch_add(1, Ordering::AcqRel);
     }
 
     /// How often chunks were asked for.
-    pub fn asks(&self) -> u32 {
+    pub(crate) fn asks(&self) -> u32 {
         self.counter(ASKS).load(Ordering::Acquire)
+    }
+
+    /// Wakes those who wait until chunks are asked for.
+    pub(crate) fn end_wait_for_ask(&self) {
+        self.counter(ASKS).fetch_add(1, Ordering::AcqRel);
+        wake(self.counter(ASKS));
     }
 
     /// Waits until chunks are asked for, if they have been `asks` times so far, at most `time`.
@@ -451,8 +462,7 @@ impl FetchMap {
             any |= changed.is_ok();
         }
         if any {
-            self.counter(ASKS).fetch_add(1, Ordering::AcqRel);
-            wake(self.counter(ASKS));
+            self.end_wait_for_ask();
         }
     }
 

@@ -5,6 +5,7 @@ pub(crate) mod changes;
 pub(crate) mod create;
 pub(crate) mod discard;
 pub(crate) mod dump;
+pub(crate) mod fetcher;
 pub(crate) mod follow;
 pub(crate) mod image;
 pub(crate) mod inspect;
