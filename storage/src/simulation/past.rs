@@ -21,6 +21,12 @@ use crate::{Buffer, MarkText};
 
 const MINUTE: u64 = 60_000_000;
 
+/// Whether a mark was written when the log was opened, for a disk with another image.
+fn is_of_open(text: &Option<MarkText>) -> bool {
+    let text = text.as_ref().map(MarkText::as_str);
+    text == Some("a disk has another image")
+}
+
 impl History {
     /// Looks at the disks as they were after a random record since the last checkpoint, or after
     /// each if the log always keeps history, and at all older states that the log still has.
@@ -77,14 +83,27 @@ impl History {
 
     /// The oldest and the newest LSN at which the log has the disks.
     fn span(&self, control: &Control) -> Result<(u64, u64), Violation> {
-        let mut control = control.clone();
-        let read = read_log_until(&self.fixture.medium, Path::new(LOG), &mut control, u64::MAX);
-        let (scan, _) = read.map_err(|error| format!("looking back at a legal crash: {error}"))?;
-        let horizon = control
-            .header
-            .checkpoint_lsn
-            .max(control.header.copying_lsn);
-        Ok((horizon.get(), scan.last.lsn))
+        let mut last = 0;
+        let visit = &mut |record: FoundRecord<'_>| {
+            // A recovery that was cut gave an LSN to the state of a disk with another image: above
+            // those of requests that were lost, and the oracle numbers these.
+            if !(record.is_mark() && is_of_open(&text_of(&record).ok().flatten())) {
+                last = record.lsn;
+            }
+        };
+        let (medium, dir) = (&self.fixture.medium, Path::new(LOG));
+        let scanned = scan(
+            medium,
+            dir,
+            control,
+            VerifyScope::Tail,
+            visit,
+            &mut |_, _| {},
+        );
+        scanned.map_err(|error| format!("looking back at a legal crash: {error}"))?;
+        let header = &control.header;
+        let horizon = header.checkpoint_lsn.max(header.copying_lsn);
+        Ok((horizon.get(), last))
     }
 
     /// What the oracle knows the disks to have been as of an LSN, which is not before its first
@@ -219,11 +238,6 @@ impl History {
                  showed more than {latest}"
             ));
         }
-        // A recovery that was cut gave an LSN to the state of a disk with another image.
-        let is_of_open = |text: &Option<MarkText>| {
-            let text = text.as_ref().map(MarkText::as_str);
-            text == Some("a disk has another image")
-        };
         for (index, text, durable) in self.oracle.marks() {
             let lsn = self.first_lsn + index as u64;
             let kept = durable && lsn > control.header.checkpoint_lsn.get();
