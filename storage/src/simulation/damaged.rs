@@ -111,16 +111,21 @@ impl History {
         durable = durable.max(control.control.header.durable_lsn.get());
         let segments = self.fixture.medium.lock().segments();
         for (_, bytes) in segments {
-            for at in (BLOCK..bytes.len()).step_by(BLOCK) {
-                let Some((header, len)) = BatchHeader::peek(&bytes[at..]) else {
-                    continue;
-                };
-                let whole = bytes.get(at..at + len);
-                if header.sequence >= root.first_sequence
-                    && whole.is_some_and(|whole| header.records(whole).is_some())
-                {
+            let mut at = BLOCK;
+            while at < bytes.len() {
+                let found = BatchHeader::peek(&bytes[at..]).filter(|(header, len)| {
+                    let whole = bytes.get(at..at + len);
+                    header.sequence >= root.first_sequence
+                        && whole.is_some_and(|whole| header.records(whole).is_some())
+                });
+                let mut len = BLOCK;
+                if let Some((header, header_len)) = found {
                     durable = durable.max(header.durable_lsn.get());
+                    // A payload proves nothing: a guest may write a header.
+                    let payload = header.payload_bytes.get() as usize;
+                    len = header_len.next_multiple_of(BLOCK) + payload.next_multiple_of(BLOCK);
                 }
+                at += len;
             }
         }
         Ok(durable)
