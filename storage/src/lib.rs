@@ -105,6 +105,7 @@ pub use {
     medium::io_ring::prepare_rings,
     medium::pace::Pace,
     offline::changes::{ChangedRange, Changes, disk_changes},
+    offline::clone::{CloneSource, clone_disk, serve_clone},
     offline::create::create_disk,
     offline::discard::{HeldRecords, adopt_image, discard_log, plan_adoption, plan_discard},
     offline::dump::{LogGroup, LogMark, LogRecord, RecordKind, dump_groups, dump_records},
@@ -126,8 +127,8 @@ pub use {
     offline::resize::resize_disk,
     offline::rewind::rewind_disk,
     offline::transfer::{
-        RescueOptions, UnreadableSectors, clone_disk, export_disk, import_disk, import_disk_as,
-        receive_image, rescue_disk, restore_disk,
+        RescueOptions, UnreadableSectors, export_disk, import_disk, import_disk_as, receive_image,
+        rescue_disk, restore_disk,
     },
     parallel::Progress,
     raw::{RawCache, RawDisk},

@@ -5,8 +5,8 @@ use std::sync::mpsc::channel;
 use std::thread;
 
 use walvisor_storage::{
-    FetchMap, Image, ImageReader, LogRoot, RescueOptions, adopt_image, clone_disk, default_log_dir,
-    import_disk, inspect, leave_log, rescue_disk, resize_disk,
+    CloneSource, FetchMap, Image, ImageReader, LogRoot, RescueOptions, adopt_image, clone_disk,
+    default_log_dir, import_disk, inspect, leave_log, rescue_disk, resize_disk,
 };
 use walvisor_testkit::{PATIENCE, Random};
 
@@ -256,10 +256,15 @@ fn assert_refused(image: &Path, log: &Path) {
     let plain = &mut |_, _| {};
     let stores = options(Retention::Nothing);
     let disks = [DiskOptions::new(image)];
+    let source = CloneSource {
+        path: image.to_owned(),
+        log_dir: log.to_owned(),
+        at: None,
+    };
     let tries = [
         Store::open(log, &disks, &stores).map(drop),
         export_disk(image, log, &other, false, None, plain).map(drop),
-        clone_disk(image, log, None, &other, &beside, &stores, plain).map(drop),
+        clone_disk(&source, &other, &beside, &stores, plain).map(drop),
         import_disk(&other, image, &beside, &stores, plain).map(drop),
         export_disk(&whole, &default_log_dir(&whole), image, true, None, plain).map(drop),
         inspect(image, log).map(drop),

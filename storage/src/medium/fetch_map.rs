@@ -1,13 +1,14 @@
-//! The fetch map: which chunks an image has, while a restore still fetches the others.
+//! The fetch map: which chunks an image has, while the others are still fetched: by a restore from an
+//! archive, or from the disk of which the image is a clone.
 //!
 //! ```text
-//!   the restore                      IMAGE.fetch, mapped by both          the disk's owner
+//!   who fetches                      IMAGE.fetch, mapped by both          the disk's owner
 //!   fetches the chunks, those first   ◀── asked ── a byte a chunk ──────  a request for it waits
 //!   that are asked for, and syncs     ─── fetched ──────────────────▶     the request goes on
 //! ```
 //! A chunk is written and synced to the image before the map says so, and the map is synced before
 //! the disk's owner may use the chunk: what is written there from then on is never fetched over.
-//! The restore removes the map when the image has everything. Until then the image has an extended
+//! Who fetches removes the map when the image has everything. Until then the image has an extended
 //! attribute, so that one that was moved without its map is not taken for a whole one.
 //!
 //! Whoever makes an image that is not whole yet makes a map first, also if nobody is to use the
@@ -47,6 +48,9 @@ const ARRIVALS: usize = 1;
 const PULSE: usize = 2;
 /// 0 once the disk can be opened.
 const UNREADY: usize = 3;
+/// Where the header page says what the chunks are fetched from, in at most so many bytes; zeroes
+/// follow.
+const ORIGIN: Range<usize> = 1024..STATES;
 /// The attribute of an image that has a map, where its file system has attributes.
 const ATTRIBUTE: &str = "user.walvisor.fetch";
 /// Most chunks of an image: more than of the largest image in chunks of 1 MiB.
@@ -163,12 +167,39 @@ impl FetchMap {
         has: impl Fn(usize) -> bool,
         keeps: bool,
     ) -> Result<File> {
+        Self::write(image, bytes, chunk_bytes, has, None)?;
+        // An image of which nobody could know that it is not whole must not be there.
+        let mut options = File::options();
+        options.write(true).create(true).mode(OWNER);
+        let mut make = || {
+            let file = options.truncate(!keeps).open(image)?;
+            Self::mark(&file)?;
+            file.set_len(bytes)?;
+            file.sync_all()?;
+            Ok(file)
+        };
+        let file = make().map_err(|error| Error::io("make the image", image, error))?;
+        sync_dir(parent(&Self::path_of(image)))?;
+        Ok(file)
+    }
+
+    /// Writes the map of an image, as [`create`](Self::create) does. With an `origin`, which says
+    /// what the chunks are fetched from, anybody may open the disk at once.
+    pub(crate) fn write(
+        image: &Path,
+        bytes: u64,
+        chunk_bytes: u64,
+        has: impl Fn(usize) -> bool,
+        origin: Option<&str>,
+    ) -> Result<()> {
         let path = Self::path_of(image);
         let chunks = bytes.div_ceil(chunk_bytes);
         let header = MapHeader::new(chunk_bytes, chunks);
         let mut map = vec![0; STATES];
         map[..size_of::<MapHeader>()].copy_from_slice(header.as_bytes());
-        map[COUNTERS + 4 * UNREADY] = 1;
+        map[COUNTERS + 4 * UNREADY] = u8::from(origin.is_none());
+        let origin = origin.unwrap_or_default().as_bytes();
+        map[ORIGIN][..origin.len()].copy_from_slice(origin);
         map.extend((0..chunks as usize).map(|chunk| {
             if has(chunk) {
                 state::FETCHED
@@ -178,26 +209,29 @@ impl FetchMap {
         }));
         let unfinished = path.with_extension("fetch.new");
         let mut options = File::options();
-        options.write(true).create(true).mode(OWNER);
+        options.write(true).create(true).truncate(true).mode(OWNER);
         let write = || {
-            let file = options.clone().truncate(true).open(&unfinished)?;
+            let file = options.open(&unfinished)?;
             DataFile::write_all_at(&file, &map, 0)?;
             file.sync_all()?;
             std::fs::rename(&unfinished, &path)
         };
         write().map_err(|error| Error::io("write the fetch map", &path, error))?;
-        sync_dir(parent(&path))?;
-        // An image of which nobody could know that it is not whole must not be there.
-        let mut make = || {
-            let file = options.truncate(!keeps).open(image)?;
-            host::write_attribute(&file, ATTRIBUTE, Some(b"1"))?;
-            file.set_len(bytes)?;
-            file.sync_all()?;
-            Ok(file)
-        };
-        let file = make().map_err(|error| Error::io("make the image", image, error))?;
-        sync_dir(parent(&path))?;
-        Ok(file)
+        sync_dir(parent(&path))
+    }
+
+    /// Marks an image that has a map, or will have one under its final name.
+    pub(crate) fn mark(image: &File) -> io::Result<()> {
+        host::write_attribute(image, ATTRIBUTE, Some(b"1")).map(drop)
+    }
+
+    /// What the chunks are fetched from, if the map says so.
+    pub(crate) fn origin(&self) -> Result<String> {
+        let mut text = [0; ORIGIN.end - ORIGIN.start];
+        let read = self.file.read_exact_at(&mut text, ORIGIN.start as u64);
+        read.map_err(|error| Error::io("read the fetch map", &self.path, error))?;
+        let text = String::from_utf8_lossy(&text);
+        Ok(text.trim_end_matches('\0').to_owned())
     }
 
     /// Opens an image's map; `None` if there is none: the image has everything.
@@ -536,9 +570,9 @@ fn unready(image: &Path) -> Error {
     Error::new(
         ErrorKind::Locked,
         format!(
-            "{image}: not all of the image has been fetched from its archive yet; wait until \
-             'walvisor archive restore' or 'follow' has it, or run that again if it was ended too \
-             early"
+            "{image}: not all of the image has been fetched yet; wait until 'walvisor archive \
+             restore' or 'follow', or 'disk clone --serve', has it, or run that again if it was \
+             ended too early"
         ),
     )
 }
@@ -553,7 +587,7 @@ fn refuse_lone(image: &Path) -> Result<()> {
             ErrorKind::NotFound,
             format!(
                 "{}: the image is incomplete, and its fetch map is missing: {}; put that back, or \
-                 restore to another directory",
+                 restore or clone to another place",
                 image.display(),
                 FetchMap::path_of(image).display()
             ),
@@ -569,7 +603,7 @@ fn damaged(path: &Path) -> Error {
         ErrorKind::Damaged,
         format!(
             "{path}: this is not a fetch map of version {VERSION}, and without it nobody knows \
-             what its image has; restore to another directory"
+             what its image has; restore or clone to another place"
         ),
     )
 }

@@ -80,9 +80,7 @@ impl PartialFile {
                 GateState::Present => return Ok(()),
                 GateState::Failed(error) => return Err(error),
                 GateState::Absent if began.elapsed() > PLAIN_WAIT => {
-                    return Err(self
-                        .gate
-                        .error("a chunk has not come from the archive in time"));
+                    return Err(self.gate.error("a chunk has not come in time"));
                 }
                 GateState::Absent => {
                     self.gate.map.ask(bytes.clone());
@@ -139,11 +137,11 @@ impl ChunkGate {
         match self.map.presence(bytes) {
             Presence::Present => GateState::Present,
             Presence::Lost => GateState::Failed(
-                self.error("the archive has lost a chunk: 'walvisor archive restore' said which"),
+                self.error("a chunk is lost: the command that fetches the image said which"),
             ),
             Presence::Absent if self.is_silent() => GateState::Failed(self.error(
                 "a chunk is not fetched yet, and nobody fetches it: run 'walvisor archive \
-                 restore' again, with the same arguments",
+                 restore' or 'disk clone --serve' again, with the same arguments",
             )),
             Presence::Absent => GateState::Absent,
         }

@@ -2,6 +2,7 @@
 
 pub(crate) mod attach;
 pub(crate) mod changes;
+pub(crate) mod clone;
 pub(crate) mod create;
 pub(crate) mod discard;
 pub(crate) mod dump;

@@ -38,6 +38,14 @@ fn part_exists_error(path: &Path, remedy: &str) -> Error {
     )
 }
 
+/// Refuses an image that lacks chunks: these would be fetched over it.
+fn refuse_partial(target: &Path) -> Result<()> {
+    if is_simulated() {
+        return Ok(());
+    }
+    FetchMap::refuse(target)
+}
+
 /// The extended attribute of a part file that says what it is a copy of, and up to which byte
 /// offset it is durable.
 const NOTE: &str = "user.walvisor.part";
@@ -57,6 +65,12 @@ impl PartFile {
     /// Creates the file, or reuses what an earlier attempt left, with `size` zero bytes and
     /// permissions `mode`.
     pub(crate) fn create(target: &Path, size: u64, mode: u32) -> Result<Self> {
+        refuse_partial(target)?;
+        Self::create_partial(target, size, mode)
+    }
+
+    /// As [`create`](Self::create), for an image that has a fetch map or will have one.
+    pub(crate) fn create_partial(target: &Path, size: u64, mode: u32) -> Result<Self> {
         let part = Self::open(target, mode)?;
         part.clear(size)?;
         Ok(part)
@@ -66,6 +80,7 @@ impl PartFile {
     /// how far it had come, continues from there, see [`begun`](Self::begun). `origin` describes
     /// the source.
     pub(crate) fn resume(target: &Path, size: u64, mode: u32, origin: String) -> Result<Self> {
+        refuse_partial(target)?;
         let mut part = Self::open(target, mode)?;
         part.origin = origin;
         let same_size = part.file.len().is_ok_and(|len| len == size);
@@ -91,10 +106,6 @@ impl PartFile {
     fn open(target: &Path, mode: u32) -> Result<Self> {
         // If the target is a link, replace the file that it points to.
         let target = files().real_path(target).unwrap_or(target.to_path_buf());
-        // The chunks would be fetched over it.
-        if !is_simulated() {
-            FetchMap::refuse(&target)?;
-        }
         let mut path = target.clone().into_os_string();
         path.push(".walvisor-part");
         let path = PathBuf::from(path);

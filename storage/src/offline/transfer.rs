@@ -319,42 +319,6 @@ pub fn restore_disk(
     write_raw(&view, path, raw, false, threads, progress)
 }
 
-/// Creates a disk at `new` with the present contents of the disk at `path`, or those at a point in
-/// its history, and registers it in the log in `new_log_dir`. If there is no such log, creates it
-/// with `options`; an existing log ignores them. Where the file system can, both disks share the
-/// blocks of the base image. Does not change the disk at `path`.
-///
-/// # Errors
-/// As [`restore_disk`]; or if `new` exists or its log is open elsewhere. Nothing is left behind.
-pub fn clone_disk(
-    path: &Path,
-    log_dir: &Path,
-    at: Option<Point>,
-    new: &Path,
-    new_log_dir: &Path,
-    options: &StoreOptions,
-    progress: Progress<'_>,
-) -> Result<Transfer> {
-    if real_path(log_dir)? == real_path(new_log_dir)? {
-        return Err(invalid(format!(
-            "{}: the log of the disk to clone, which is open for reading only; give the new disk \
-             another log",
-            new_log_dir.display()
-        )));
-    }
-    let disk = NewDisk::begin(new, new_log_dir, options)?;
-    let view = match at {
-        Some(at) => View::open_at(&DiskOptions::new(path), log_dir, at, options.threads)?,
-        None => View::open(path, log_dir, Access::Read, options.threads)?,
-    };
-    let mode = mode_of(view.base.file.as_ref(), path)?;
-    let part = PartFile::resume(new, view.size, mode, origin(&view)?)?;
-    let done = fill(&part, &view, options.threads, progress)?;
-    disk.finish(part, view.size, options)?;
-    progress(view.size, view.size);
-    Ok(done)
-}
-
 /// Refuses to replace the image of another disk of the log, whatever its mark says.
 fn refuse_member(view: &View, raw: &Path) -> Result<()> {
     let Some((control, _)) = &view.log else {
@@ -397,15 +361,21 @@ fn write_raw(
 /// log's back, which shows in its mtime. The disk's records are discarded, which shows in its void
 /// LSN. Or the log is restored from a copy and has got other records since, which shows in the
 /// segments' salts.
-fn origin(view: &View) -> Result<String> {
+pub(crate) fn origin(view: &View) -> Result<String> {
+    let salt = match view.live.iter().find(|live| live.last.lsn >= view.last_lsn) {
+        Some(last) => Candidate::of(&last.segment)?.header.salt.get(),
+        None => 0,
+    };
+    Ok(origin_of(view, &salt.to_le_bytes()))
+}
+
+/// As [`origin`], given what tells the record at the LSN from others that could have got it.
+pub(crate) fn origin_of(view: &View, record: &[u8]) -> String {
     let (mut disk, mut since) = (0, 0);
     if let Some((control, place)) = &view.log {
         let entry = &control.control.disks[*place];
-        let last = view.live.iter().find(|live| live.last.lsn >= view.last_lsn);
-        let salt = last.map(|live| Candidate::of(&live.segment)).transpose()?;
-        let salt = salt.map_or(0, |last| last.header.salt.get());
         disk = u128::from_be_bytes(entry.disk);
-        since = crc32c::crc32c(&salt.to_le_bytes());
+        since = crc32c::crc32c(record);
         since = crc32c::crc32c_append(since, entry.void_lsn.as_bytes());
     }
     let metadata = view.base.file.host().and_then(|file| file.metadata().ok());
@@ -422,12 +392,12 @@ fn origin(view: &View) -> Result<String> {
     // A block device has no useful mtime, so such a copy is never resumed.
     let base = base.unwrap_or_else(|| format!("process {}", std::process::id()));
     let lsn = view.last_lsn;
-    Ok(format!("{disk:032x} lsn:{lsn} {since:08x} {base}"))
+    format!("{disk:032x} lsn:{lsn} {since:08x} {base}")
 }
 
 /// Fills a new file of the view's size with the view's contents. After what an earlier attempt has
 /// completed, the file is zeroes.
-fn fill(
+pub(crate) fn fill(
     part: &PartFile,
     view: &View,
     threads: Option<NonZeroUsize>,
@@ -558,7 +528,7 @@ fn open_locked(path: &Path, doing: &str, access: Access) -> Result<Box<dyn DataF
 }
 
 /// The mode bits of a file, whose copy must not be accessible to more users.
-fn mode_of(file: &dyn DataFile, path: &Path) -> Result<u32> {
+pub(crate) fn mode_of(file: &dyn DataFile, path: &Path) -> Result<u32> {
     let Some(file) = file.host() else {
         return Ok(OWNER);
     };

@@ -157,16 +157,8 @@ fn export(store: &Store, place: &Path, disk: usize) -> Result<()> {
 
 fn cloned(place: &TestDisk, disk: usize) -> Result<()> {
     let (new, log, disk) = (place.at("c"), place.at("c.wal"), &place.disks()[disk]);
-    clone_disk(
-        disk,
-        &place.log(),
-        None,
-        &new,
-        &log,
-        &options(),
-        &mut |_, _| {},
-    )
-    .map(drop)
+    let source = place.source(disk, None);
+    clone_disk(&source, &new, &log, &options(), &mut |_, _| {}).map(drop)
 }
 
 /// Leaves the log, or moves to a new one.

@@ -3,6 +3,7 @@
 
 mod bench;
 mod checkpoint;
+mod clones;
 mod close;
 mod commits;
 mod damage;

@@ -111,8 +111,8 @@ fn points_that_are_not_there_are_refused_and_nothing_changes() {
                     let (place, path) = (&bench.place, &bench.place.disks()[disk]);
                     let [new, log] = ["new", "new.wal"].map(|name| place.at(name));
                     let (options, none) = (&place.options, &mut |_, _| {});
-                    let cloned =
-                        clone_disk(path, &place.log(), Some(at), &new, &log, options, none);
+                    let source = place.source(path, Some(at));
+                    let cloned = clone_disk(&source, &new, &log, options, none);
                     kinds.push(refused(cloned, part));
                     assert!(!new.exists() && !log.exists());
                     kinds.push(refused(bench.as_of(disk, at), part));
@@ -346,7 +346,7 @@ fn a_clone_of_any_point_is_a_disk_of_its_own() {
         std::fs::write(&left, vec![9; 1 << 20]).unwrap();
         let clone = || {
             let (options, none) = (&place.options, &mut |_, _| {});
-            clone_disk(&place.disk, &place.log(), at, &new, &log, options, none)
+            clone_disk(&place.source(&place.disk, at), &new, &log, options, none)
         };
         let done = clone().unwrap();
         assert!(done.size == BYTES as u64 && done.copied <= done.size && !left.exists());

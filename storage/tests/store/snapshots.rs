@@ -73,9 +73,10 @@ fn monday(place: &TestDisk) -> Result<Vec<u8>> {
 fn is_hidden(place: &TestDisk, part: &str) {
     let [clone, log] = ["clone", "clone.wal"].map(|name| place.at(name));
     let (disk, at, none) = (&place.disk, snapshot("monday"), &mut |_, _| {});
+    let source = place.source(disk, Some(at));
     let ways = [
         monday(place).map(drop),
-        clone_disk(disk, &place.log(), Some(at), &clone, &log, &options(), none).map(drop),
+        clone_disk(&source, &clone, &log, &options(), none).map(drop),
         place.look(disk, at, None).map(drop),
         place.changes(disk, at, None).map(drop),
     ];

@@ -9,8 +9,8 @@ use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 
 use walvisor_storage::{
-    Allocation, Backend, CacheMode, Changes, Disk, DiskOptions, EngineKind, Error, ErrorKind,
-    LogReport, Look, Operation, Point, Port, Result, Store, StoreOptions, create_disk,
+    Allocation, Backend, CacheMode, Changes, CloneSource, Disk, DiskOptions, EngineKind, Error,
+    ErrorKind, LogReport, Look, Operation, Point, Port, Result, Store, StoreOptions, create_disk,
     default_log_dir, disk_changes, export_disk, inspect, restore_disk,
 };
 
@@ -119,6 +119,15 @@ impl TestDisk {
 
     pub fn report(&self) -> LogReport {
         inspect(&self.disk, &self.log()).unwrap().log.unwrap()
+    }
+
+    /// One of its disks, to be cloned.
+    pub fn source(&self, disk: &Path, at: Option<Point>) -> CloneSource {
+        CloneSource {
+            path: disk.to_owned(),
+            log_dir: self.log(),
+            at,
+        }
     }
 
     /// What a disk that is not in use was at a point.

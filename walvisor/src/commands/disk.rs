@@ -113,7 +113,7 @@ enum DiskAction {
     /// was.
     Restore(transfer::RestoreArguments),
     /// Create a disk from another one, as of now or a point of its history. They share blocks if
-    /// the file system can.
+    /// the file system can; else all is copied, with --serve while the new disk is in use.
     Clone(transfer::CloneArguments),
     /// Show which parts of a disk changed between two points of its history.
     Changes(changes::ChangesArguments),
@@ -213,7 +213,7 @@ fn info(disk: &DiskPath, json: bool) -> Result<(), CommandError> {
     );
     if report.unfetched > 0 {
         say!(
-            "lacks      {}, which 'walvisor archive restore' is to fetch",
+            "lacks      {}, which 'walvisor archive restore' or 'disk clone --serve' is to fetch",
             human_size(report.unfetched)
         );
     }

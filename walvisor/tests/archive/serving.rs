@@ -233,7 +233,7 @@ fn a_disk_whose_chunks_do_not_come_is_written_and_mended() {
     drop(client);
     daemon.signal(Signal::TERM);
     let errors = daemon.errors();
-    let why = "nobody fetches it: run 'walvisor archive restore'";
+    let why = "nobody fetches it: run 'walvisor archive restore' or 'disk clone --serve' again";
     assert!(errors.contains(why), "{errors}");
     let found = exported(&elsewhere, "restored/disk.img");
     let written = [9, 8].map(|byte| u64::from_le_bytes([byte; 8]));

@@ -1,12 +1,18 @@
 //! The past of a disk that is not in use, where it takes a file system or an image to show it.
 
+use std::fs::File;
+use std::os::unix::fs::FileExt;
+use std::process::{Command, Stdio};
+
+use rustix::process::Signal;
 use serde_json::Value;
-use walvisor_storage::{DiskOptions, Store};
-use walvisor_testkit::process::walvisor;
-use walvisor_testkit::queue::write;
+use walvisor_storage::{DiskOptions, Store, StoreOptions};
+use walvisor_testkit::process::{program, walvisor};
+use walvisor_testkit::queue::{flush, read, write};
+use walvisor_testkit::{Process, Random};
 use walvisor_tests::{LoopFs, run_sessions};
 
-use crate::{copy_image, done, json, refused, small, states, test_dir, unclosed};
+use crate::{MIB, copy_image, done, json, names, refused, small, states, test_dir, unclosed};
 
 /// On a file system with reflinks a clone, and a restored image, copy only what the log has.
 #[test]
@@ -28,6 +34,70 @@ fn clones_share_blocks_where_the_file_system_can() {
     let text = done(dir, "disk restore disk.img --at -0s -o restored");
     assert!(text.contains("the others shared"), "{text}");
     assert!(std::fs::read(dir.join("restored")).unwrap() == states[5]);
+}
+
+/// A clone is read and written while another process fills it, which is killed again and again.
+#[test]
+fn a_clone_is_used_while_it_is_filled_whoever_is_killed() {
+    const CHUNKS: u64 = 192;
+    let dir = &test_dir();
+    let raw = File::create(dir.join("raw")).unwrap();
+    raw.set_len(CHUNKS * MIB).unwrap();
+    for chunk in 0..CHUNKS {
+        raw.write_all_at(&[chunk as u8 + 1; 512], chunk * MIB)
+            .unwrap();
+    }
+    let mut wanted: Vec<u8> = (0..CHUNKS).map(|chunk| chunk as u8 + 1).collect();
+    done(dir, "disk import disk.img raw");
+    let (new, log) = (dir.join("new.img"), dir.join("new.img.wal"));
+    let mut kills = 0;
+    let mut random = Random(5);
+    loop {
+        let mut command = Command::new(program());
+        let arguments = "disk clone disk.img new.img --serve --json";
+        command.args(arguments.split(' ')).current_dir(dir);
+        command.stdout(Stdio::piped()).stderr(Stdio::piped());
+        let mut cloning = Process::spawn(&mut command);
+        if cloning.first_lines(1).is_empty() {
+            assert!(!cloning.wait().unwrap().success());
+            let errors = cloning.errors();
+            assert!(kills > 0 && errors.contains("exists already"), "{errors}");
+            break;
+        }
+        let killed = kills < 6;
+        let store = Store::open(&log, &[DiskOptions::new(&new)], &StoreOptions::default()).unwrap();
+        let mut port = store.disks()[0].open_port().unwrap();
+        if !killed || random.one_in(2) {
+            for _ in 0..8 {
+                let chunk = random.below(CHUNKS);
+                let found = read(&mut port, chunk * 2048, 1);
+                assert_eq!(found[0], wanted[chunk as usize], "chunk {chunk}");
+            }
+        }
+        if killed {
+            cloning.signal(Signal::KILL);
+            kills += 1;
+        }
+        let chunk = random.below(CHUNKS);
+        wanted[chunk as usize] = 200 + kills;
+        write(&mut port, chunk * 2048, 200 + kills, 1);
+        flush(&mut port);
+        drop(port);
+        store.close().unwrap();
+        let ended = cloning.wait().unwrap();
+        assert!(killed || ended.success());
+    }
+    assert!(names(dir).iter().all(|name| !name.contains("fetch")));
+    done(dir, "disk export new.img out");
+    let out = std::fs::read(dir.join("out")).unwrap();
+    for (chunk, wanted) in wanted.iter().enumerate() {
+        let bytes = &out[chunk * MIB as usize..][..MIB as usize];
+        assert!(
+            bytes[..512].iter().all(|byte| byte == wanted),
+            "chunk {chunk}"
+        );
+        assert!(bytes[512..].iter().all(|byte| *byte == 0), "chunk {chunk}");
+    }
 }
 
 /// Every command that shows the past refuses, the check says why, and the open says what is lost.

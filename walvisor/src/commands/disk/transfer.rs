@@ -91,9 +91,14 @@ pub(super) struct CloneArguments {
     /// time before now, such as -15m [default: the disk as it is].
     #[arg(long, allow_hyphen_values = true)]
     at: Option<Point>,
+    /// Let the new disk be used at once, and copy what its requests wait for before the rest. Keep
+    /// this running until it ends: without it, what was not copied can't be read. Meanwhile nobody
+    /// can write to the source. Say it again if it was ended too early.
+    #[arg(long)]
+    serve: bool,
     #[command(flatten)]
     threads: Threads,
-    /// Print JSON.
+    /// Print JSON; with --serve, a line when the disk can be used and one at the end.
     #[arg(long)]
     json: bool,
 }
@@ -311,6 +316,7 @@ pub(super) fn clone(arguments: &CloneArguments) -> Result<(), CommandError> {
         new,
         new_log,
         at,
+        serve,
         threads,
         json,
     } = arguments;
@@ -321,19 +327,28 @@ pub(super) fn clone(arguments: &CloneArguments) -> Result<(), CommandError> {
         threads: threads.get(),
         ..StoreOptions::default()
     };
-    let done = with_bar("cloning", |progress| {
-        storage::clone_disk(
-            &disk.path,
-            &disk.log(),
-            *at,
-            new,
-            &new_log,
-            &options,
-            progress,
-        )
+    let source = storage::CloneSource {
+        path: disk.path.clone(),
+        log_dir: disk.log(),
+        at: *at,
+    };
+    let path = disk.path.display();
+    let ready = || match json {
+        true => print(format_args!(
+            "{}\n",
+            json!({ "disk": disk.path, "new": new, "ready": true })
+        )),
+        false => print(format_args!(
+            "{}: can be used now, and is filled from {path} meanwhile\n",
+            new.display()
+        )),
+    };
+    let done = with_bar("cloning", |progress| match serve {
+        true => storage::serve_clone(&source, new, &new_log, &options, ready, progress),
+        false => storage::clone_disk(&source, new, &new_log, &options, progress),
     })
     .map_err(CommandError::failed)?;
-    let said = format!("{}: cloned {}", new.display(), disk.path.display());
+    let said = format!("{}: cloned {path}", new.display());
     report(*json, &disk.path, ("new", new), done, &said);
     Ok(())
 }
