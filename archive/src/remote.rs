@@ -54,6 +54,8 @@ pub struct Archive {
     pub(crate) listed_within: Duration,
     runtime: Runtime,
     counters: Counters,
+    /// No keys are set: the store is asked with what the machine's owner gives it, if anything.
+    keyless: bool,
 }
 
 #[derive(Default)]
@@ -114,6 +116,7 @@ impl Archive {
         Ok(Self {
             cached: url.directory().is_some(),
             directory: url.directory().map(Path::to_owned),
+            keyless: url.directory().is_none() && !has_keys(),
             ..Self::over(store, prefix, url.to_string(), url.fencing)?
         })
     }
@@ -143,6 +146,7 @@ impl Archive {
             listed_within: LISTED,
             runtime,
             counters: Counters::default(),
+            keyless: false,
         })
     }
 
@@ -170,8 +174,18 @@ impl Archive {
 
     /// The error for a request that failed.
     fn failed(&self, doing: &str, name: &str, error: &object_store::Error) -> Error {
+        let message = one_line(&error.to_string());
         let (kind, advice) = match error {
+            _ if message.contains("NoSuchBucket") => (
+                ErrorKind::NotFound,
+                "; make the bucket first, or correct its name in the address",
+            ),
             object_store::Error::NotFound { .. } => (ErrorKind::NotFound, ""),
+            _ if self.keyless => (
+                ErrorKind::Unavailable,
+                "; no keys are set: give AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY in the \
+                 environment, or write them to ~/.aws/credentials",
+            ),
             object_store::Error::PermissionDenied { .. }
             | object_store::Error::Unauthenticated { .. } => (
                 ErrorKind::Unavailable,
@@ -183,9 +197,12 @@ impl Archive {
                  process has started, start the process again: Landlock keeps it to the directory \
                  that was there; otherwise check the directory's owner and mode",
             ),
+            _ if is_refused(error) => (
+                ErrorKind::Unavailable,
+                "; nothing answers there: check the endpoint in the address, and that the store runs",
+            ),
             _ => (ErrorKind::Unavailable, ""),
         };
-        let message = one_line(&error.to_string());
         Error::new(
             kind,
             format!("{}: can't {doing} {name}: {message}{advice}", self.shown),
@@ -598,6 +615,31 @@ fn s3_store(url: &ArchiveUrl) -> Result<Arc<dyn ObjectStore>> {
         Error::new(ErrorKind::InvalidInput, message)
     })?;
     Ok(Arc::new(store))
+}
+
+/// Whether a connection was refused.
+fn is_refused(error: &object_store::Error) -> bool {
+    let mut cause: Option<&(dyn std::error::Error + 'static)> = Some(error);
+    while let Some(error) = cause {
+        let io = error.downcast_ref::<std::io::Error>();
+        if io.is_some_and(|error| error.kind() == std::io::ErrorKind::ConnectionRefused) {
+            return true;
+        }
+        cause = error.source();
+    }
+    false
+}
+
+/// Whether there are keys for S3, or somebody who gives them.
+fn has_keys() -> bool {
+    let givers = [
+        "AWS_ACCESS_KEY_ID",
+        "AWS_WEB_IDENTITY_TOKEN_FILE",
+        "AWS_CONTAINER_CREDENTIALS_RELATIVE_URI",
+        "AWS_CONTAINER_CREDENTIALS_FULL_URI",
+    ];
+    let set = |name: &&str| std::env::var_os(name).is_some();
+    givers.iter().any(|name| set(&name)) || keys_of_profile().is_some()
 }
 
 /// Keys of the file that the AWS command line keeps.

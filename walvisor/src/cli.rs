@@ -1,6 +1,8 @@
 //! The command line: its grammar (clap), exit statuses, and errors as one line on stderr.
 
+use std::ffi::OsString;
 use std::io::{self, Write};
+use std::path::Path;
 use std::process::ExitCode;
 use std::time::Instant;
 
@@ -54,7 +56,7 @@ pub enum Command {
 /// Parses and runs the command line. Returns the exit status: 0 done, 1 failed, 2 wrong usage.
 /// `started`: when the process began.
 pub fn main(started: Instant) -> ExitCode {
-    let cli = match Cli::try_parse() {
+    let cli = match Cli::try_parse_from(socket_first(std::env::args_os().collect())) {
         Ok(cli) => cli,
         Err(error) => {
             return match moved(&error) {
@@ -82,6 +84,22 @@ pub fn main(started: Instant) -> ExitCode {
         Command::Archive(arguments) => commands::archive::run(&arguments),
     };
     end("walvisor", result)
+}
+
+/// The arguments with the socket of `ctl VERB SOCKET` before the verb, where the grammar has it.
+fn socket_first(mut arguments: Vec<OsString>) -> Vec<OsString> {
+    if let [_, ctl, verb, socket, ..] = &arguments[..]
+        && ctl == "ctl"
+    {
+        let command = Cli::command();
+        let ctl = command.find_subcommand("ctl").expect("a command");
+        let is_verb = |text: &OsString| ctl.find_subcommand(text).is_some();
+        let is_option = socket.to_string_lossy().starts_with('-');
+        if is_verb(verb) && !is_verb(socket) && !is_option && !Path::new(verb).exists() {
+            arguments.swap(2, 3);
+        }
+    }
+    arguments
 }
 
 /// Prints the error of a command, if any, on one line of stderr. Returns the exit status of
@@ -152,7 +170,10 @@ pub fn report_usage<P: CommandFactory>(error: &clap::Error) -> ExitCode {
             ExitCode::from(2)
         }
         _ => {
-            let message = one_line(&error.to_string());
+            let mut message = one_line(&error.to_string());
+            if asked.starts_with("walvisor serve") && message.ends_with("--disk <SPEC>") {
+                message.push_str(", or 'walvisor serve --config FILE' for those of a file");
+            }
             eprintln!("{program}: {message}; see '{asked} --help'");
             ExitCode::from(2)
         }
@@ -207,6 +228,26 @@ mod tests {
     #[test]
     fn clap_accepts_the_grammar() {
         Cli::command().debug_assert();
+    }
+
+    #[test]
+    fn the_socket_of_a_control_command_may_follow_its_verb() {
+        for (typed, read) in [
+            ("ctl stats vm.sock --json", "ctl vm.sock stats --json"),
+            ("ctl vm.sock stats", "ctl vm.sock stats"),
+            ("ctl snapshot vm.sock monday", "ctl vm.sock snapshot monday"),
+            // A socket that is called as a verb.
+            ("ctl stats stats", "ctl stats stats"),
+            ("ctl stats", "ctl stats"),
+            ("ctl stats --help", "ctl stats --help"),
+            ("disk check ctl", "disk check ctl"),
+        ] {
+            let arguments = |text: &str| -> Vec<OsString> {
+                let words = format!("walvisor {text}");
+                words.split(' ').map(OsString::from).collect()
+            };
+            assert_eq!(socket_first(arguments(typed)), arguments(read), "{typed}");
+        }
     }
 
     #[test]

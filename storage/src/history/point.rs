@@ -12,6 +12,8 @@ use std::path::Path;
 use std::str::FromStr;
 
 use jiff::Timestamp;
+use jiff::civil::{Date, Time};
+use jiff::tz::TimeZone;
 
 use crate::catalog::control::open_control;
 use crate::catalog::retention::{Retention, duration};
@@ -41,7 +43,8 @@ pub enum Point {
 impl Point {
     /// What the command line takes, and [`FromStr`], for people.
     pub const FORMS: &str = "cid:N, lsn:N (both as 'walvisor log dump' shows them), snapshot:NAME, \
-        time:2026-11-22T12:03:00Z, a time before now, such as -15m, or newest";
+        a time such as 12:03, 'yesterday 12:03', '2026-11-22 12:03' or 2026-11-22T12:03:00Z, a time \
+        before now such as -15m, or newest";
 
     /// Compares a record with the point: [`Less`](Ordering::Less) if it comes before.
     ///
@@ -224,15 +227,16 @@ impl fmt::Display for Point {
     }
 }
 
-/// `cid:N`, `lsn:N`, `snapshot:NAME`, `time:` and a time of RFC 3339, `-` and a duration before
-/// now, or `newest`.
+/// `cid:N`, `lsn:N`, `snapshot:NAME`, `newest`, or a time, which may have `time:` before it: of RFC
+/// 3339; on the clock of this machine, such as `12:03` (the last one), `yesterday 12:03` or
+/// `2026-11-22 12:03`; or before now, such as `-15m` or `15 minutes ago`.
 impl FromStr for Point {
     type Err = Error;
 
     /// # Errors
-    /// [`ErrorKind::InvalidInput`] if `text` is none of these, or is in the future.
+    /// [`ErrorKind::InvalidInput`] if `text` is none of these, or is in the future, or the machine's
+    /// time zone is needed and can't be read.
     fn from_str(text: &str) -> Result<Self> {
-        let now = Timestamp::now();
         let form = || invalid(format!("'{text}' is not a point: give {}", Self::FORMS));
         if text == "newest" {
             return Ok(Self::Newest);
@@ -247,18 +251,86 @@ impl FromStr for Point {
         if let Some(name) = text.strip_prefix("snapshot:") {
             return name.parse().map(Self::Snapshot).map_err(|_| form());
         }
-        let time = match (text.strip_prefix("time:"), text.strip_prefix('-')) {
-            (Some(time), _) => time.parse::<Timestamp>().ok(),
-            (None, Some(ago)) => duration(ago).and_then(|ago| now.checked_sub(ago).ok()),
-            (None, None) => None,
+        let now = Timestamp::now();
+        let time = text.strip_prefix("time:").unwrap_or(text);
+        let time = match absolute(time, now) {
+            Some(time) => time,
+            None => {
+                let local = local_time(time).ok_or_else(form)?;
+                let zone = TimeZone::try_system().map_err(|error| {
+                    invalid(format!(
+                        "'{text}': the machine's time zone can't be read ({error}); give the time \
+                         with its zone, such as 2026-11-22T12:03:00Z"
+                    ))
+                })?;
+                local.last_before(now, zone).ok_or_else(form)?
+            }
         };
-        let time = time.ok_or_else(form)?;
         match u64::try_from(time.as_microsecond()) {
             Ok(_) if time > now => Err(invalid(format!(
                 "'{text}' is in the future: give a time in the past"
             ))),
             Ok(unix_us) => Ok(Self::Time(unix_us)),
             Err(_) => Err(form()),
+        }
+    }
+}
+
+/// A time that is the same everywhere: of RFC 3339, or before `now`.
+fn absolute(text: &str, now: Timestamp) -> Option<Timestamp> {
+    let ago = text.strip_prefix('-').or_else(|| text.strip_suffix(" ago"));
+    match ago.and_then(duration) {
+        Some(ago) => now.checked_sub(ago).ok(),
+        None => text.parse().ok(),
+    }
+}
+
+/// A time on the clock of a machine.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+struct LocalTime {
+    day: Day,
+    time: Time,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Day {
+    /// The last on which the time has passed.
+    Last,
+    Today,
+    Yesterday,
+    Date(Date),
+}
+
+/// `12:03`, with or without a day before it; `2026-11-22` and `yesterday` are when they began.
+fn local_time(text: &str) -> Option<LocalTime> {
+    let (day, time) = match text.split_once([' ', 'T']) {
+        Some((day, time)) => (Some(day), time),
+        None if text.contains(':') => (None, text),
+        None => (Some(text), "00:00"),
+    };
+    let day = match day {
+        None => Day::Last,
+        Some("today") => Day::Today,
+        Some("yesterday") => Day::Yesterday,
+        Some(date) => Day::Date(date.parse().ok()?),
+    };
+    let time = time.parse().ok()?;
+    Some(LocalTime { day, time })
+}
+
+impl LocalTime {
+    fn last_before(self, now: Timestamp, zone: TimeZone) -> Option<Timestamp> {
+        let today = now.to_zoned(zone.clone()).date();
+        let at = |date: Date| {
+            let zoned = date.to_datetime(self.time).to_zoned(zone.clone());
+            zoned.ok().map(|zoned| zoned.timestamp())
+        };
+        let yesterday = || at(today.yesterday().ok()?);
+        match self.day {
+            Day::Last => at(today).filter(|time| *time <= now).or_else(yesterday),
+            Day::Today => at(today),
+            Day::Yesterday => yesterday(),
+            Day::Date(date) => at(date),
         }
     }
 }
@@ -323,6 +395,41 @@ mod tests {
                 "{text}: {ago}"
             );
         }
+    }
+
+    #[test]
+    fn times_on_a_clock_are_those_of_its_zone() {
+        let zone = TimeZone::fixed(jiff::tz::offset(2));
+        let now: Timestamp = "2026-11-30T00:30:00+02:00".parse().unwrap();
+        for (text, time) in [
+            ("12:03", Some("2026-11-29T12:03:00+02:00")),
+            ("00:30", Some("2026-11-30T00:30:00+02:00")),
+            ("00:29:59.5", Some("2026-11-30T00:29:59.5+02:00")),
+            ("today 12:03", Some("2026-11-30T12:03:00+02:00")),
+            ("yesterday 12:03", Some("2026-11-29T12:03:00+02:00")),
+            ("yesterday", Some("2026-11-29T00:00:00+02:00")),
+            ("2026-11-22", Some("2026-11-22T00:00:00+02:00")),
+            ("2026-11-22 12:03", Some("2026-11-22T12:03:00+02:00")),
+            ("2026-11-22T12:03:07", Some("2026-11-22T12:03:07+02:00")),
+            ("tomorrow", None),
+            ("24:61", None),
+            ("2026-13-01 12:03", None),
+            ("", None),
+            ("7", None),
+        ] {
+            let found = local_time(text).and_then(|time| time.last_before(now, zone.clone()));
+            let time = time.map(|time| time.parse().unwrap());
+            assert_eq!(found, time, "{text}");
+        }
+        let ago = |text| absolute(text, now).map(|time: Timestamp| now.duration_since(time));
+        let minutes = |count| Some(jiff::SignedDuration::from_mins(count));
+        assert_eq!(ago("10 minutes ago"), minutes(10));
+        assert_eq!(ago("2h 5m ago"), minutes(125));
+        assert_eq!(ago("-2h"), minutes(120));
+        assert_eq!(ago("12:03"), None);
+        // The points that the program takes.
+        assert!(matches!(parse("yesterday 12:03"), Point::Time(_)));
+        assert!(matches!(parse("time:2026-11-22 12:03"), Point::Time(_)));
     }
 
     #[test]

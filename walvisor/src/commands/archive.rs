@@ -222,8 +222,8 @@ impl Confinement {
 /// A point of the log's history.
 #[derive(Clone, Copy, Debug, Args)]
 struct PointArgument {
-    /// As of this point: cid:N, lsn:N, snapshot:NAME, time:2026-11-22T12:03:00Z, a time before now,
-    /// such as -15m, or newest.
+    /// As of this point: cid:N, lsn:N, snapshot:NAME, a time such as 12:03, 'yesterday 12:03' or
+    /// 2026-11-22T12:03:00Z, a time before now such as -15m, or newest.
     #[arg(
         long,
         value_name = "AT",

@@ -31,8 +31,8 @@ enum LogAction {
         /// Print one line per record.
         #[arg(long)]
         records: bool,
-        /// Begin with this point: cid:N, lsn:N, time:2026-11-22T12:03:00Z, or a time before now,
-        /// such as -15m.
+        /// Begin with this point: cid:N, lsn:N, a time such as 12:03, 'yesterday 12:03' or
+        /// 2026-11-22T12:03:00Z, or a time before now such as -15m.
         #[arg(long, value_name = "AT", allow_hyphen_values = true)]
         since: Option<Point>,
         /// End with this point.

@@ -12,6 +12,7 @@ use serde::de::{self, Deserializer, IntoDeserializer};
 use serde::{Deserialize, Serialize, Serializer};
 use serde_json::{Map, Value, json};
 use walvisor_devices::throttle::MAX_WEIGHT;
+use walvisor_storage::Point;
 
 use super::lines::{MAX_DEPTH, depth};
 use crate::point::unix_us;
@@ -134,13 +135,14 @@ pub struct LookRequest {
     /// Which disk.
     #[arg(long, value_name = "NAME", help = DISK)]
     pub disk: Option<String>,
-    /// The point: cid:N, lsn:N, snapshot:NAME, time:2026-11-22T12:03:00Z, a time before now such as
-    /// -15m, or newest
+    /// The point: cid:N, lsn:N, snapshot:NAME, a time such as 12:03, 'yesterday 12:03' or
+    /// 2026-11-22T12:03:00Z, a time before now such as -15m, or newest
     #[arg(
         long,
         value_name = "AT",
         default_value = NEWEST,
-        allow_hyphen_values = true
+        allow_hyphen_values = true,
+        value_parser = point_text
     )]
     #[serde(default = "newest")]
     pub at: String,
@@ -225,7 +227,7 @@ pub enum ControlCommand {
         #[arg(long, value_name = "NAME", help = DISK)]
         disk: Option<String>,
         /// The point to export instead of now, as for 'look'
-        #[arg(long, value_name = "AT", allow_hyphen_values = true)]
+        #[arg(long, value_name = "AT", allow_hyphen_values = true, value_parser = point_text)]
         at: Option<String>,
         /// The raw image to create
         #[arg(long, short, value_name = "FILE")]
@@ -280,7 +282,7 @@ pub enum ControlCommand {
     /// log. Whoever uses the disk must read it again
     Restore {
         /// The point, as for 'look'
-        #[arg(long, value_name = "AT", allow_hyphen_values = true)]
+        #[arg(long, value_name = "AT", allow_hyphen_values = true, value_parser = point_text)]
         at: String,
         /// Which disk.
         #[arg(long, value_name = "NAME", help = DISK)]
@@ -370,6 +372,12 @@ fn parse_rate(text: &str) -> Result<u64, String> {
         "0" => Ok(0),
         text => parse_size(text).map_err(|error| error.to_string()),
     }
+}
+
+/// A point in the form that means the same wherever it is read: a time on this machine's clock
+/// becomes one of UTC.
+fn point_text(text: &str) -> walvisor_storage::Result<String> {
+    text.parse().map(|point: Point| point.to_string())
 }
 
 /// Parses the argument of `points --newest`.

@@ -724,11 +724,25 @@ fn what_can_not_be_done_is_said_in_one_line() {
     says(
         &format!("push disk.img.wal {away}"),
         1,
-        "can't read probes/",
+        "nothing answers there: check the endpoint",
+    );
+    let mut keyless = archive(dir, &format!("push disk.img.wal {away}"));
+    for name in ["AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"] {
+        keyless.env_remove(name);
+    }
+    // The service that would give some.
+    keyless
+        .env("HOME", dir.join("."))
+        .env("AWS_METADATA_ENDPOINT", "http://127.0.0.1:9");
+    assert_refused(
+        &output(&mut keyless),
+        1,
+        &["no keys are set: give AWS_ACCESS_KEY_ID"],
     );
     let store = S3::start("bucket");
     let missing = store.url("another/a");
     says(&format!("push disk.img.wal {missing}"), 1, "NoSuchBucket");
+    says(&format!("status {missing}"), 1, "make the bucket first");
     for told in ["mkdir -p", "no archive of a log"] {
         says("status URL", 1, told);
         says("expire URL --keep 30d", 1, told);

@@ -15,7 +15,7 @@ pub(super) struct ChangesArguments {
     #[command(flatten)]
     disk: DiskPath,
     /// The point after which changes count: cid:N or lsn:N (`walvisor log dump` shows both),
-    /// time:2026-11-22T12:03:00Z, or a time before now, such as -15m.
+    /// a time such as 12:03, 'yesterday 12:03' or 2026-11-22T12:03:00Z, or before now such as -15m.
     #[arg(long, value_name = "AT", allow_hyphen_values = true)]
     from: Point,
     /// The last point of the changes [default: the newest record].

@@ -59,8 +59,8 @@ pub(super) struct ExportArguments {
 pub(super) struct RestoreArguments {
     #[command(flatten)]
     disk: DiskPath,
-    /// The point: cid:N or lsn:N (`walvisor log dump` shows both), time:2026-11-22T12:03:00Z, or a
-    /// time before now, such as -15m.
+    /// The point: cid:N or lsn:N (`walvisor log dump` shows both), a time such as 12:03, 'yesterday
+    /// 12:03' or 2026-11-22T12:03:00Z, or a time before now such as -15m.
     #[arg(long, allow_hyphen_values = true)]
     at: Point,
     /// The raw image to create.
@@ -87,8 +87,9 @@ pub(super) struct CloneArguments {
     /// The new disk's log directory [default: NEW.wal].
     #[arg(long, value_name = "DIR")]
     new_log: Option<PathBuf>,
-    /// The point: cid:N or lsn:N (`walvisor log dump` shows both), time:2026-11-22T12:03:00Z, or a
-    /// time before now, such as -15m [default: the disk as it is].
+    /// The point: cid:N or lsn:N (`walvisor log dump` shows both), a time such as 12:03, 'yesterday
+    /// 12:03' or 2026-11-22T12:03:00Z, or a time before now such as -15m [default: the disk as it
+    /// is].
     #[arg(long, allow_hyphen_values = true)]
     at: Option<Point>,
     /// Let the new disk be used at once, and copy what its requests wait for before the rest. Keep
