@@ -638,8 +638,8 @@ fn has_keys() -> bool {
         "AWS_CONTAINER_CREDENTIALS_RELATIVE_URI",
         "AWS_CONTAINER_CREDENTIALS_FULL_URI",
     ];
-    let set = |name: &&str| std::env::var_os(name).is_some();
-    givers.iter().any(|name| set(&name)) || keys_of_profile().is_some()
+    let mut givers = givers.into_iter();
+    givers.any(|name| std::env::var_os(name).is_some()) || keys_of_profile().is_some()
 }
 
 /// Keys of the file that the AWS command line keeps.
