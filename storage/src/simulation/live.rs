@@ -276,7 +276,7 @@ impl History {
         let free = !self.oracle.reads();
         let absent = running.places.len() < self.fixture.shape.disks;
         match self.acts.below(12) {
-            0 if self.acts.one_in(2) => self.pass_half_an_hour(),
+            0 if self.acts.one_in(2) => self.pass_half_an_hour(running),
             0 => self.step_clock(),
             _ if absent && self.acts.one_in(3) => self.add_live(running, clients)?,
             _ if free && self.in_use.point_export.is_some() && self.acts.one_in(2) => {
@@ -332,7 +332,9 @@ impl History {
     }
 
     /// Half an hour passes: a jump of the clock is believed, and history expires.
-    fn pass_half_an_hour(&mut self) {
+    fn pass_half_an_hour(&mut self, running: &RunningStore) {
+        // What was appended since the last step is older than that.
+        self.note_time(running);
         self.clock.pass(HOUR / 2);
         self.totals.half_hours += 1;
     }

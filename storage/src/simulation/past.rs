@@ -306,8 +306,9 @@ impl History {
         };
         let may_be = match done {
             Ok(done) => {
-                // What the restore found is durable from then on.
-                let before = self.after(done.from_lsn);
+                // What the restore found is durable from then on. It may have opened the log with
+                // another image of a disk: that mark has an LSN above those of lost requests.
+                let before = self.after(done.from_lsn.min(newest.max(horizon)));
                 self.oracle.judge(&before)?;
                 let after = restored(before.clone());
                 self.totals.rewound += 1;
