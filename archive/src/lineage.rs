@@ -174,7 +174,8 @@ impl Catalog {
             .iter()
             .filter_map(|claim| layout::number(&claim.name))
             .filter(|epoch| *epoch < u64::MAX - MOST_UNLISTED);
-        let mut epochs: BTreeSet<u64> = numbers.collect();
+        let shown: BTreeSet<u64> = numbers.collect();
+        let mut epochs = shown.clone();
         let newest = *epochs.last().ok_or_else(|| no_archive(archive))?;
         // Some stores' lists lag behind.
         epochs.extend(newest.saturating_sub(LAG).max(1)..=newest + MOST_UNLISTED);
@@ -183,6 +184,10 @@ impl Catalog {
             match find_claim(archive, epoch).await {
                 Ok(Some(claim)) => drop(claims.insert(epoch, claim)),
                 Ok(None) if epoch > newest => break,
+                Ok(None) if shown.contains(&epoch) => {
+                    let why = "the store's list has it, and the store does not";
+                    damaged.get_or_insert(Error::damaged(&layout::epoch(epoch), why));
+                }
                 Ok(None) => {}
                 Err(error) if error.kind() == ErrorKind::Damaged => {
                     claims.insert(epoch, Claim::unknown(epoch, &error));

@@ -212,7 +212,7 @@ pub(crate) fn refuse_occupied(log_dir: &Path) -> Result<()> {
 }
 
 /// The control file's name, and its name while it is being created.
-const CONTROL: &str = "control";
+pub(crate) const CONTROL: &str = "control";
 const UNFINISHED_CONTROL: &str = "control.new";
 
 /// Creates the directory and a control file with the disks that `fill` adds. The file gets its name

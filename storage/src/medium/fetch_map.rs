@@ -51,10 +51,10 @@ const UNREADY: usize = 3;
 /// Where the header page says what the chunks are fetched from, in at most so many bytes; zeroes
 /// follow.
 const ORIGIN: Range<usize> = 1024..STATES;
+/// 1 if the image has the attribute too.
+const MARKED: usize = 80;
 /// The attribute of an image that has a map, where its file system has attributes.
 const ATTRIBUTE: &str = "user.walvisor.fetch";
-/// Most chunks of an image: more than of the largest image in chunks of 1 MiB.
-const MOST_CHUNKS: u64 = 1 << 26;
 
 /// Start of a map.
 #[derive(Clone, Copy, Debug, FromBytes, IntoBytes, KnownLayout, Immutable)]
@@ -93,7 +93,7 @@ impl MapHeader {
             && self.crc.get() == self.sum()
             && self.version.get() == VERSION
             && self.chunk_bytes.get() > 0
-            && self.chunks.get() <= MOST_CHUNKS
+            && self.chunks.get() <= FetchMap::MOST_CHUNKS
             && STATES as u64 + self.chunks.get() == len
     }
 }
@@ -142,6 +142,9 @@ pub(crate) enum Presence {
 }
 
 impl FetchMap {
+    /// Most chunks of an image.
+    pub(crate) const MOST_CHUNKS: u64 = 1 << 26;
+
     /// The path of an image's map: beside the image, links followed.
     pub fn path_of(image: &Path) -> PathBuf {
         let real = image.canonicalize();
@@ -184,13 +187,14 @@ impl FetchMap {
     }
 
     /// Writes the map of an image, as [`create`](Self::create) does. With an `origin`, which says
-    /// what the chunks are fetched from, anybody may open the disk at once.
+    /// what the chunks are fetched from, and whether the image is [marked](Self::mark), anybody may
+    /// open the disk at once.
     pub(crate) fn write(
         image: &Path,
         bytes: u64,
         chunk_bytes: u64,
         has: impl Fn(usize) -> bool,
-        origin: Option<&str>,
+        origin: Option<(&str, bool)>,
     ) -> Result<()> {
         let path = Self::path_of(image);
         let chunks = bytes.div_ceil(chunk_bytes);
@@ -198,8 +202,9 @@ impl FetchMap {
         let mut map = vec![0; STATES];
         map[..size_of::<MapHeader>()].copy_from_slice(header.as_bytes());
         map[COUNTERS + 4 * UNREADY] = u8::from(origin.is_none());
-        let origin = origin.unwrap_or_default().as_bytes();
-        map[ORIGIN][..origin.len()].copy_from_slice(origin);
+        let (origin, marked) = origin.unwrap_or_default();
+        map[ORIGIN][..origin.len()].copy_from_slice(origin.as_bytes());
+        map[MARKED] = u8::from(marked);
         map.extend((0..chunks as usize).map(|chunk| {
             if has(chunk) {
                 state::FETCHED
@@ -216,13 +221,31 @@ impl FetchMap {
             file.sync_all()?;
             std::fs::rename(&unfinished, &path)
         };
-        write().map_err(|error| Error::io("write the fetch map", &path, error))?;
+        let written = write().map_err(|error| Error::io("write the fetch map", &path, error));
+        written.inspect_err(|_| drop(std::fs::remove_file(&unfinished)))?;
         sync_dir(parent(&path))
     }
 
-    /// Marks an image that has a map, or will have one under its final name.
-    pub(crate) fn mark(image: &File) -> io::Result<()> {
-        host::write_attribute(image, ATTRIBUTE, Some(b"1")).map(drop)
+    /// Marks an image that has a map, or will have one under its final name. Returns whether its
+    /// file system has attributes.
+    pub(crate) fn mark(image: &File) -> io::Result<bool> {
+        host::write_attribute(image, ATTRIBUTE, Some(b"1"))
+    }
+
+    /// Takes the mark away.
+    pub(crate) fn unmark(image: &File) -> io::Result<()> {
+        host::write_attribute(image, ATTRIBUTE, None).map(drop)
+    }
+
+    /// Whether this image can be the map's: it is marked, or could not be.
+    pub(crate) fn is_marked(&self, image: &Path) -> Result<bool> {
+        let read = || {
+            let mut marked = [0];
+            self.file.read_exact_at(&mut marked, MARKED as u64)?;
+            let attribute = host::read_attribute(&File::open(image)?, ATTRIBUTE)?;
+            Ok(marked[0] == 0 || attribute.is_some())
+        };
+        read().map_err(|error| Error::io("read the mark of the image", image, error))
     }
 
     /// What the chunks are fetched from, if the map says so.
@@ -277,10 +300,19 @@ impl FetchMap {
     /// # Errors
     /// [`ErrorKind::Locked`].
     pub(crate) fn refuse(image: &Path) -> Result<()> {
-        if !Self::path_of(image).exists() {
-            return refuse_lone(image);
+        let path = Self::path_of(image);
+        match (path.exists(), image.exists()) {
+            (false, _) => refuse_lone(image),
+            (true, true) => Err(unready(image)),
+            (true, false) => Err(Error::new(
+                ErrorKind::Locked,
+                format!(
+                    "{0}: the fetch map of an image that is not there: run the restore or the \
+                     clone that was ended too early again, put the image back, or remove {0}",
+                    path.display()
+                ),
+            )),
         }
-        Err(unready(image))
     }
 
     /// The number of chunks.
@@ -343,8 +375,12 @@ impl FetchMap {
     pub(crate) fn resume(&self) -> Result<()> {
         self.assert_writable();
         for chunk in self.states() {
-            let (lost, absent) = (state::LOST, state::ABSENT);
-            let _ = chunk.compare_exchange(lost, absent, Ordering::AcqRel, Ordering::Acquire);
+            match chunk.load(Ordering::Acquire) {
+                state::LOST => chunk.store(state::ABSENT, Ordering::Release),
+                // If a sync has failed, the next one has nothing to write unless it changes.
+                state::WRITTEN => chunk.store(state::WRITTEN, Ordering::Release),
+                _ => {}
+            }
         }
         self.settle()
     }
@@ -393,8 +429,10 @@ impl FetchMap {
         let synced = self.file.sync_data();
         synced.map_err(|error| Error::io("sync the fetch map", &self.path, error))?;
         for chunk in self.states() {
-            let (written, fetched) = (state::WRITTEN, state::FETCHED);
-            let _ = chunk.compare_exchange(written, fetched, Ordering::AcqRel, Ordering::Acquire);
+            // A page that is not written to need not be written back.
+            if chunk.load(Ordering::Acquire) == state::WRITTEN {
+                chunk.store(state::FETCHED, Ordering::Release);
+            }
         }
         self.announce();
         Ok(())
@@ -433,7 +471,7 @@ impl FetchMap {
         }
         let unmark = || {
             let file = File::open(image)?;
-            host::write_attribute(&file, ATTRIBUTE, None)?;
+            Self::unmark(&file)?;
             file.sync_all()
         };
         let unmarked = match unmark() {

@@ -9,10 +9,12 @@
 //! A clone that is served and was killed goes on if its source is as it was, or can still be seen at
 //! the point that was named.
 
+use std::fmt;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-use crate::catalog::control::real_path;
+use crate::Transfer;
+use crate::catalog::control::{CONTROL, real_path};
 use crate::catalog::options::{DiskOptions, StoreOptions};
 use crate::catalog::snapshot::Snapshot;
 use crate::error::{Error, ErrorKind, Result, invalid};
@@ -23,10 +25,9 @@ use crate::medium::lock::Access;
 use crate::offline::create::NewDisk;
 use crate::offline::fetcher::{ChunkSource, FetchOptions, FetchRemedy, Fetcher};
 use crate::offline::part_file::{PartFile, exists};
-use crate::offline::transfer::{fill, mode_of, origin, origin_of};
+use crate::offline::transfer::{base_origin, fill, mode_of, origin, salt_at};
 use crate::offline::view::{DataPlace, View};
 use crate::parallel::Progress;
-use crate::{SECTOR_SIZE, Transfer};
 
 /// Bytes of a chunk that a served clone lacks or has.
 const CHUNK_BYTES: u64 = 1 << 20;
@@ -67,21 +68,92 @@ impl CloneSource {
         )))
     }
 
-    /// See [`origin`]. A snapshot is known by its commit, whatever the log still has of it.
-    fn origin(&self, view: &View) -> Result<String> {
-        let snapshot = match (self.at, &view.log) {
-            (Some(Point::Snapshot(name)), Some((control, _))) => {
-                Some(Snapshot::find(name, &control.control)?)
-            }
-            _ => None,
+    /// What identifies the source, and the rest that is the same only while its image is.
+    fn origin(&self, view: &View) -> Result<CloneOrigin> {
+        let size = view.size;
+        let Some((control, place)) = &view.log else {
+            return Ok(CloneOrigin {
+                state: format!("{size}"),
+                proof: NO_PROOF.to_owned(),
+                base: base_origin(view),
+            });
         };
-        match snapshot {
-            Some(Snapshot { cid, unix_us, .. }) => {
-                let commit = [cid.to_le_bytes(), unix_us.to_le_bytes()].concat();
-                Ok(origin_of(view, &commit))
+        let (control, lsn) = (&control.control, view.last_lsn);
+        let entry = &control.disks[*place];
+        let (disk, id) = (u128::from_be_bytes(entry.disk), entry.id.get());
+        let (void, cuts) = (entry.void_lsn, control.cuts(id));
+        let proof = match self.at {
+            Some(Point::Snapshot(name)) => {
+                let Snapshot { cid, unix_us, .. } = Snapshot::find(name, control)?;
+                format!("cid:{cid}:{unix_us}")
             }
-            None => origin(view),
+            // The record is in the log, in this use of a segment.
+            _ if lsn > control.horizon_of(id) => format!("salt:{:x}", salt_at(view)?),
+            _ => NO_PROOF.to_owned(),
+        };
+        Ok(CloneOrigin {
+            state: format!("{disk:032x}:lsn:{lsn}:{void}:{cuts}:{size}"),
+            proof,
+            base: base_origin(view),
+        })
+    }
+
+    /// Refuses to go on with a clone that was begun with something else.
+    fn refuse_other(&self, view: &View, new: &Path, map: &FetchMap) -> Result<()> {
+        if map.is_complete() {
+            // Nothing is copied any more.
+            return Ok(());
         }
+        let (begun, now) = (map.origin()?, self.origin(view)?);
+        if !map.is_marked(new)? {
+            let message = format!(
+                "{}: exists already, and is no unfinished clone",
+                new.display()
+            );
+            return Err(Error::new(ErrorKind::AlreadyExists, message));
+        }
+        let past = self.at.is_some_and(|at| at != Point::Newest);
+        let proven = past && now.proof != NO_PROOF;
+        let same = match proven {
+            true => begun.starts_with(&format!("{} {} ", now.state, now.proof)),
+            false => begun == now.to_string(),
+        };
+        if same {
+            return Ok(());
+        }
+        let (new, path) = (new.display(), self.path.display());
+        let mut words = begun.split([' ', ':']);
+        let lsn = words.find(|word| *word == "lsn").and_then(|_| words.next());
+        let begun = lsn.map_or_else(String::new, |lsn| format!(", begun at lsn:{lsn},"));
+        Err(Error::new(
+            ErrorKind::WrongLog,
+            format!(
+                "{new}: this unfinished clone{begun} is not of {path} as it is now or at that \
+                 point: say the same as when it was begun; if {path} was written to or resized \
+                 since, what {new} lacks is lost, unless it was begun with a snapshot (--at \
+                 snapshot:NAME)"
+            ),
+        ))
+    }
+}
+
+/// In a [`CloneOrigin`], if nothing but the image shows that it is the same.
+const NO_PROOF: &str = "-";
+
+/// What a clone is of.
+struct CloneOrigin {
+    /// The disk's state: disk, LSN, what was discarded, how often it was shrunk, and its size.
+    state: String,
+    /// What no other state with this LSN has.
+    proof: String,
+    /// The image.
+    base: String,
+}
+
+impl fmt::Display for CloneOrigin {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self { state, proof, base } = self;
+        write!(f, "{state} {proof} {base}")
     }
 }
 
@@ -131,44 +203,59 @@ pub fn serve_clone(
     progress: Progress<'_>,
 ) -> Result<Transfer> {
     source.refuse_own_log(new_log_dir)?;
-    let begun = exists(new)? && FetchMap::path_of(new).exists();
-    let view = if begun {
+    let map = match exists(new)? {
+        true => FetchMap::open(new)?,
+        false => None,
+    };
+    let view = if let Some(map) = map {
+        refuse_missing_log(new, new_log_dir)?;
         let view = source.open(options)?;
-        refuse_other_source(source, &view, new)?;
+        source.refuse_other(&view, new, &map)?;
         view
     } else {
         let disk = NewDisk::begin(new, new_log_dir, options)?;
         let view = source.open(options)?;
+        if let Some(gate) = view.base.file.chunk_gate() {
+            gate.refuse_absent(&source.path)?;
+        }
         let mode = mode_of(view.base.file.as_ref(), &source.path)?;
+        if !exists(&PartFile::path_for(new))? {
+            // A map that is there belongs to an image that was moved away.
+            FetchMap::refuse(new)?;
+        }
         let part = PartFile::create_partial(new, view.size, mode)?;
         if part.share(view.reader().file, view.size)? {
-            FetchMap::remove(new)?;
             let done = fill(&part, &view, options.threads, progress)?;
             disk.finish(part, view.size, options)?;
             ready();
             progress(view.size, view.size);
             return Ok(done);
         }
-        let absent = absent_chunks(&view)?;
-        let origin = source.origin(&view)?;
+        let chunk_bytes = chunk_bytes(source, view.size)?;
+        let absent = absent_chunks(&view, chunk_bytes)?;
+        let origin = source.origin(&view)?.to_string();
+        let made = MadeMap(Some(new));
+        let marked = part.file().host().map(FetchMap::mark).transpose();
+        let marked = marked.map_err(|error| Error::io("mark", part.path(), error))?;
         let has = |chunk: usize| !absent[chunk];
-        FetchMap::write(new, view.size, CHUNK_BYTES, has, Some(&origin))?;
-        if let Some(file) = part.file().host() {
-            let marked = FetchMap::mark(file);
-            marked.map_err(|error| Error::io("mark", part.path(), error))?;
-        }
+        let origin = (&*origin, marked.unwrap_or(false));
+        FetchMap::write(new, view.size, chunk_bytes, has, Some(origin))?;
         disk.finish(part, view.size, options)?;
+        made.keep();
         view
     };
     let fetcher = Fetcher::open(std::iter::once((new, view.size)), FETCH)?;
-    let chunks = ViewChunks { view: &view };
+    let chunks = ViewChunks {
+        view: &view,
+        chunk_bytes: chunk_bytes(source, view.size)?,
+    };
     let fetched = fetcher.run(&chunks, ready, progress)?;
     if let Some(first) = fetched.lost.first() {
         return Err(Error::new(
             ErrorKind::Damaged,
             format!(
-                "{first}; {}: this clone lacks {} MiB that can't be read from {}; everything else \
-                 is there",
+                "{first}; {}: this clone lacks {} chunks that can't be read from {}; everything \
+                 else is there",
                 new.display(),
                 fetched.lost.len(),
                 source.path.display()
@@ -178,63 +265,80 @@ pub fn serve_clone(
     fetcher.end()?;
     Ok(Transfer {
         size: view.size,
-        copied: (fetched.fetched * CHUNK_BYTES).min(view.size),
+        copied: (fetched.fetched * chunks.chunk_bytes).min(view.size),
         shared: false,
     })
 }
 
+/// The map of a clone that is being made. Removes it if that fails.
+struct MadeMap<'a>(Option<&'a Path>);
+
+impl MadeMap<'_> {
+    fn keep(mut self) {
+        self.0 = None;
+    }
+}
+
+impl Drop for MadeMap<'_> {
+    fn drop(&mut self) {
+        // The error that ended it is the one to report.
+        let _ = self.0.map(FetchMap::remove);
+    }
+}
+
+/// Refuses to go on with a clone on another log than its own.
+fn refuse_missing_log(new: &Path, new_log_dir: &Path) -> Result<()> {
+    if new_log_dir.join(CONTROL).exists() {
+        return Ok(());
+    }
+    let message = format!(
+        "{}: exists already, and its log is not in {}; say the same as when this clone was begun",
+        new.display(),
+        new_log_dir.display()
+    );
+    Err(Error::new(ErrorKind::WrongLog, message))
+}
+
+/// Bytes of a chunk of a disk of so many bytes.
+fn chunk_bytes(source: &CloneSource, size: u64) -> Result<u64> {
+    let mut sizes = (0..7).map(|doubled| CHUNK_BYTES << doubled);
+    let fits = |bytes: &u64| size.div_ceil(*bytes) <= FetchMap::MOST_CHUNKS;
+    sizes.find(fits).ok_or_else(|| {
+        invalid(format!(
+            "{}: the disk is too large to be used before it is whole; clone it without --serve",
+            source.path.display()
+        ))
+    })
+}
+
 /// Which chunks have data.
-fn absent_chunks(view: &View) -> Result<Vec<bool>> {
-    let mut absent = vec![false; view.size.div_ceil(CHUNK_BYTES) as usize];
+fn absent_chunks(view: &View, chunk_bytes: u64) -> Result<Vec<bool>> {
+    let mut absent = vec![false; view.size.div_ceil(chunk_bytes) as usize];
     for part in view.data(0..view.size, KERNEL_COPY_BYTES) {
         let (range, data) = part?;
         if !matches!(data, DataPlace::Zero) && !range.is_empty() {
-            let (first, last) = (range.start / CHUNK_BYTES, (range.end - 1) / CHUNK_BYTES);
+            let (first, last) = (range.start / chunk_bytes, (range.end - 1) / chunk_bytes);
             absent[first as usize..=last as usize].fill(true);
         }
     }
     Ok(absent)
 }
 
-/// Refuses to go on with a clone that was begun with something else.
-fn refuse_other_source(source: &CloneSource, view: &View, new: &Path) -> Result<()> {
-    let (begun, now) = match FetchMap::open(new)? {
-        Some(map) => (map.origin()?, source.origin(view)?),
-        // It has just ended.
-        None => return Ok(()),
-    };
-    // Without the image, which may have got newer bytes: then the log leads to the same point.
-    let record = |origin: &str| origin.splitn(4, ' ').take(3).collect::<Vec<_>>().join(" ");
-    let same = begun == now || source.at.is_some() && record(&begun) == record(&now);
-    if same {
-        return Ok(());
-    }
-    let (new, path) = (new.display(), source.path.display());
-    Err(Error::new(
-        ErrorKind::WrongLog,
-        format!(
-            "{new}: exists already, and is no unfinished clone of {path} as it is now or at the \
-             point; if {path} has changed since, what {new} lacks is lost, unless '--at' still \
-             leads to where the clone was begun; a clone from a snapshot (--at snapshot:NAME) can \
-             go on whatever is written to its source"
-        ),
-    ))
-}
-
 /// The chunks of a disk at a moment.
 struct ViewChunks<'a> {
     view: &'a View,
+    chunk_bytes: u64,
 }
 
 impl ChunkSource for ViewChunks<'_> {
     type Error = Error;
 
     fn chunk(&self, _: usize, chunk: usize) -> Result<Vec<u8>> {
-        let start = chunk as u64 * CHUNK_BYTES;
-        let end = self.view.size.min(start + CHUNK_BYTES);
-        debug_assert!((end - start).is_multiple_of(SECTOR_SIZE));
+        let start = chunk as u64 * self.chunk_bytes;
+        let end = self.view.size.min(start + self.chunk_bytes);
+        assert!(start < end, "the chunk is of the disk");
         let mut bytes = vec![0; (end - start) as usize];
-        for part in self.view.data(start..end, CHUNK_BYTES) {
+        for part in self.view.data(start..end, self.chunk_bytes) {
             let (range, data) = part?;
             self.view.read(range, &data, &mut |at, piece| {
                 let into = (at - start) as usize;

@@ -10,6 +10,7 @@
 use std::collections::HashSet;
 use std::fmt::Display;
 use std::fs::File;
+use std::io;
 use std::ops::Range;
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
@@ -19,6 +20,7 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use crate::error::{Error, ErrorKind, Result};
+use crate::format::BLOCK;
 use crate::medium::fetch_map::FetchMap;
 use crate::parallel::Progress;
 
@@ -147,8 +149,8 @@ impl Fetcher {
         }
     }
 
-    /// Fetches chunks until no image lacks any, but those that are lost. Calls `begun` before the
-    /// first, while requests wait already, and `progress` with the bytes that are there and those of all images.
+    /// Fetches chunks until no image lacks any, but those that are lost. Calls `begun` first; meanwhile
+    /// only chunks are fetched that requests wait for. Calls `progress` with the bytes that are there and those of all images.
     ///
     /// # Errors
     /// Those of the source that [end](FetchRemedy::Fail) this; if an image or its map can't be
@@ -173,10 +175,12 @@ impl Fetcher {
             for image in &self.images {
                 scope.spawn(|| run.watch(image));
             }
-            begun();
             for _ in 0..2 * self.options.at_once {
                 scope.spawn(|| run.help());
             }
+            begun();
+            run.lock().begun = true;
+            run.changed.notify_all();
             run.report(progress);
         });
         let state = run.state.into_inner();
@@ -276,6 +280,8 @@ struct FetchState<E> {
     asks: Option<u64>,
     /// The chunk that was asked for last.
     cursor: ChunkId,
+    /// Whether chunks are fetched for which no request waits.
+    begun: bool,
     /// Whether it was told that the source does not answer.
     waits: bool,
     /// Bytes that are there.
@@ -296,6 +302,7 @@ impl<E> Default for FetchState<E> {
             asked: Vec::new(),
             asks: None,
             cursor: (0, 0),
+            begun: false,
             waits: false,
             passed: 0,
             fetched: 0,
@@ -391,7 +398,8 @@ impl<S: ChunkSource> FetchRun<'_, S> {
                     return state.start(chunk);
                 }
             }
-            if state.requests < at_once
+            if state.begun
+                && state.requests < at_once
                 && let Some(chunk) = fetcher.next_absent(state.cursor, &state.started)
             {
                 return state.start(chunk);
@@ -400,6 +408,9 @@ impl<S: ChunkSource> FetchRun<'_, S> {
         if state.requests > 0 || state.settling {
             Step::Wait
         } else if state.written.is_empty() {
+            if !state.begun {
+                return Step::Wait;
+            }
             state.ended = true;
             Step::End
         } else {
@@ -420,7 +431,7 @@ impl<S: ChunkSource> FetchRun<'_, S> {
             let error = match self.source.chunk(image.number, chunk) {
                 Ok(bytes) => {
                     let offset = chunk as u64 * image.map.chunk_bytes();
-                    let written = image.file.write_all_at(&bytes, offset);
+                    let written = write_data(&image.file, &bytes, offset);
                     written.map_err(|error| Error::io("write", &image.path, error))?;
                     return Ok(Some(()));
                 }
@@ -535,6 +546,28 @@ impl<E> FetchState<E> {
         self.ended = true;
         self.failed.get_or_insert(error);
     }
+}
+
+/// Writes bytes where the file has zeroes, but no blocks of zeroes.
+fn write_data(file: &File, bytes: &[u8], offset: u64) -> io::Result<()> {
+    let blocks = (offset..).step_by(BLOCK).zip(bytes.chunks(BLOCK));
+    let mut data = blocks.filter(|(_, block)| block.iter().any(|byte| *byte != 0));
+    let Some((mut from, mut end)) = data.next().map(|(at, block)| (at, at + block.len() as u64))
+    else {
+        return Ok(());
+    };
+    let write = |from: u64, end: u64| {
+        let range = (from - offset) as usize..(end - offset) as usize;
+        file.write_all_at(&bytes[range], from)
+    };
+    for (at, block) in data {
+        if at != end {
+            write(from, end)?;
+            from = at;
+        }
+        end = at + block.len() as u64;
+    }
+    write(from, end)
 }
 
 /// Ends a run when it is dropped.

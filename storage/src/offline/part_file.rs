@@ -102,13 +102,19 @@ impl PartFile {
         self.begun
     }
 
+    /// The temporary name of a file that will have this one, with links followed.
+    pub(crate) fn path_for(target: &Path) -> PathBuf {
+        let target = files().real_path(target).unwrap_or(target.to_path_buf());
+        let mut path = target.into_os_string();
+        path.push(".walvisor-part");
+        PathBuf::from(path)
+    }
+
     /// Opens the file, or makes it.
     fn open(target: &Path, mode: u32) -> Result<Self> {
         // If the target is a link, replace the file that it points to.
         let target = files().real_path(target).unwrap_or(target.to_path_buf());
-        let mut path = target.clone().into_os_string();
-        path.push(".walvisor-part");
-        let path = PathBuf::from(path);
+        let path = Self::path_for(&target);
         // Reuse a file left by an interrupted run. A running process would have it locked.
         let how = OpenMode::Kept { mode };
         let file = lock::open_store_file(&path, "write", how, Access::Write, |_| Holder::User);
@@ -167,6 +173,10 @@ impl PartFile {
     /// Makes the file `size` zero bytes.
     fn clear(&self, size: u64) -> Result<()> {
         self.forget_note();
+        if let Some(file) = self.file.host() {
+            let unmarked = FetchMap::unmark(file);
+            unmarked.map_err(|error| Error::io("unmark", &self.path, error))?;
+        }
         let cleared = self.file.set_len(0);
         let cleared = cleared.and_then(|()| self.file.set_len(size));
         cleared.map_err(|error| size_error(&self.target, size, error))

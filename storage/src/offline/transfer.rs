@@ -362,22 +362,27 @@ fn write_raw(
 /// LSN. Or the log is restored from a copy and has got other records since, which shows in the
 /// segments' salts.
 pub(crate) fn origin(view: &View) -> Result<String> {
-    let salt = match view.live.iter().find(|live| live.last.lsn >= view.last_lsn) {
-        Some(last) => Candidate::of(&last.segment)?.header.salt.get(),
-        None => 0,
-    };
-    Ok(origin_of(view, &salt.to_le_bytes()))
-}
-
-/// As [`origin`], given what tells the record at the LSN from others that could have got it.
-pub(crate) fn origin_of(view: &View, record: &[u8]) -> String {
     let (mut disk, mut since) = (0, 0);
     if let Some((control, place)) = &view.log {
         let entry = &control.control.disks[*place];
         disk = u128::from_be_bytes(entry.disk);
-        since = crc32c::crc32c(record);
+        since = crc32c::crc32c(&salt_at(view)?.to_le_bytes());
         since = crc32c::crc32c_append(since, entry.void_lsn.as_bytes());
     }
+    let (lsn, base) = (view.last_lsn, base_origin(view));
+    Ok(format!("{disk:032x} lsn:{lsn} {since:08x} {base}"))
+}
+
+/// The salt of the segment up to which the log was read; 0 if there is none.
+pub(crate) fn salt_at(view: &View) -> Result<u64> {
+    match view.live.iter().find(|live| live.last.lsn >= view.last_lsn) {
+        Some(last) => Ok(Candidate::of(&last.segment)?.header.salt.get()),
+        None => Ok(0),
+    }
+}
+
+/// Identifies the base image as it is now.
+pub(crate) fn base_origin(view: &View) -> String {
     let metadata = view.base.file.host().and_then(|file| file.metadata().ok());
     let base = metadata
         .filter(|metadata| metadata.is_file())
@@ -390,9 +395,7 @@ pub(crate) fn origin_of(view: &View, record: &[u8]) -> String {
             )
         });
     // A block device has no useful mtime, so such a copy is never resumed.
-    let base = base.unwrap_or_else(|| format!("process {}", std::process::id()));
-    let lsn = view.last_lsn;
-    format!("{disk:032x} lsn:{lsn} {since:08x} {base}")
+    base.unwrap_or_else(|| format!("process:{}", std::process::id()))
 }
 
 /// Fills a new file of the view's size with the view's contents. After what an earlier attempt has

@@ -1,5 +1,6 @@
 //! Clones that are used while they are filled.
 
+use std::os::unix::fs::{FileExt, MetadataExt};
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::{Path, PathBuf};
 use std::sync::mpsc::channel;
@@ -260,6 +261,92 @@ fn a_killed_clone_of_what_has_changed_is_refused() {
     assert!(case.cloned() == wanted);
 }
 
+/// Nor with what was resized, or written behind the log's back.
+#[test]
+fn a_killed_clone_of_what_was_resized_is_refused() {
+    for change in ["grown", "shrunk", "shrunk and grown", "written"] {
+        let case = CloneCase::new();
+        let store = case.place.open();
+        let made = store.disks()[0]
+            .snapshot("golden".parse().unwrap())
+            .unwrap();
+        store.close().unwrap();
+        let golden = Point::Snapshot(made.name);
+        for at in [golden, Point::Newest] {
+            let _ = std::fs::remove_file(&case.new);
+            let _ = std::fs::remove_file(case.place.at("new.fetch"));
+            let _ = std::fs::remove_dir_all(&case.log);
+            if !case.is_killed(Some(at), true) {
+                return println!("skipped: the file system shares blocks");
+            }
+            let (disk, log) = (&case.place.disk, case.place.log());
+            let size = inspect(disk, &log).unwrap().size;
+            let resize = |size| resize_disk(disk, size, &log, true, &[]).map(drop);
+            let changed = match change {
+                "grown" => resize(size + (1 << 19)),
+                "shrunk" => resize(size - (1 << 19)),
+                "shrunk and grown" => resize(1 << 20).and_then(|()| resize(size)),
+                _ => {
+                    let image = std::fs::File::options().write(true).open(disk).unwrap();
+                    image.write_all_at(&[9; 512], 4096).unwrap();
+                    Ok(())
+                }
+            };
+            // A log whose history has records does not let its disk shrink.
+            if changed.is_err() {
+                continue;
+            }
+            let refused = case.serve(Some(at), || (), &mut |_, _| {}).unwrap_err();
+            let kinds = [ErrorKind::WrongLog, ErrorKind::NotFound];
+            assert!(kinds.contains(&refused.kind()), "{change} {at}: {refused}");
+        }
+    }
+}
+
+/// What is beside a map that another clone has left is not overwritten, and a map is not replaced
+/// whose image may come back.
+#[test]
+fn an_unfinished_clone_is_not_mixed_up_with_another_image() {
+    let case = CloneCase::new();
+    if !case.is_killed(None, true) {
+        return println!("skipped: the file system shares blocks");
+    }
+    let moved = case.place.at("moved");
+    std::fs::rename(&case.new, &moved).unwrap();
+    let refused = case.serve(None, || (), &mut |_, _| {}).unwrap_err();
+    assert_eq!(refused.kind(), ErrorKind::Locked, "{refused}");
+    assert!(
+        refused.to_string().contains("put the image back"),
+        "{refused}"
+    );
+    std::fs::write(&case.new, vec![7; SIZE]).unwrap();
+    let refused = case.serve(None, || (), &mut |_, _| {}).unwrap_err();
+    assert_eq!(refused.kind(), ErrorKind::AlreadyExists, "{refused}");
+    assert!(
+        std::fs::read(&case.new)
+            .unwrap()
+            .iter()
+            .all(|byte| *byte == 7)
+    );
+    std::fs::rename(&moved, &case.new).unwrap();
+    let elsewhere = case.place.at("elsewhere");
+    let source = case.source(None);
+    let other = serve_clone(
+        &source,
+        &case.new,
+        &elsewhere,
+        &options(),
+        || (),
+        &mut |_, _| {},
+    );
+    assert_eq!(other.unwrap_err().kind(), ErrorKind::WrongLog);
+    case.serve(None, || (), &mut |_, _| {}).unwrap();
+    assert!(case.cloned() == case.bytes);
+    // What was a hole in its source is one.
+    let allocated = std::fs::metadata(&case.new).unwrap().blocks() * 512;
+    assert!(allocated < 37 * (256 << 10), "{allocated}");
+}
+
 /// What a process that was killed before the new disk had its name has left is in nobody's way.
 #[test]
 fn what_an_early_end_left_is_replaced() {
@@ -272,6 +359,15 @@ fn what_an_early_end_left_is_replaced() {
     std::fs::remove_dir_all(&case.log).unwrap();
     case.serve(None, || (), &mut |_, _| {}).unwrap();
     assert!(case.cloned() == case.bytes);
+    // Nor is it when another disk is made there.
+    let case = CloneCase::new();
+    assert!(case.is_killed(None, true));
+    let left = case.place.at("new.walvisor-part");
+    std::fs::rename(&case.new, left).unwrap();
+    std::fs::remove_dir_all(&case.log).unwrap();
+    std::fs::remove_file(case.place.at("new.fetch")).unwrap();
+    create_disk(&case.new, SIZE as u64, &case.log, &options()).unwrap();
+    assert!(case.cloned().iter().all(|byte| *byte == 0));
 }
 
 /// Random requests to a clone, and kills, while it is filled.
