@@ -358,6 +358,8 @@ impl SavedFileWriter {
         };
         let file =
             make().map_err(|error| Error::io("save what a snapshot needs in", &path, error))?;
+        // It may have been made in another directory that took the log's place meanwhile.
+        self.log.medium.check_place()?;
         self.parts += 1;
         Ok(SavedTail {
             segment: Arc::new(Segment::new(path, file)),

@@ -178,6 +178,8 @@ impl Keeper {
         let (files, bytes) = (self.log.medium.files(), disk.sectors() * SECTOR_SIZE);
         let paths = SpillPaths::new(&self.log.dir, &disk.uuid);
         let spill = Spill::create(&*files, paths, (self.log.uuid, disk.uuid), bytes)?;
+        // It may have been made in another directory that took the log's place meanwhile.
+        self.log.medium.check_place()?;
         // Only now that there is a map: from here on, an open needs one.
         let room = self.control.control.clone().set_spilled(disk.id, true);
         room.map_err(|error| error.of_file(&self.log.dir))?;
