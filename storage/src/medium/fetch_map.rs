@@ -155,8 +155,8 @@ impl FetchMap {
 
     /// Makes the map of an image of `bytes` bytes, then the image: sparse, for its owner only.
     /// `has`: whether the image has a chunk already. `keeps`: an image that is there keeps its
-    /// bytes. Replaces a map that is there. Until [`set_ready`](Self::set_ready) nobody can open
-    /// the disk. Returns the image, open to be written.
+    /// bytes. Replaces a map that is there. Nobody can open the disk until a
+    /// [`Fetcher`](crate::Fetcher) lets others. Returns the image, open to be written.
     ///
     /// # Errors
     /// If they can't be written.
