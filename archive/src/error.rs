@@ -49,6 +49,14 @@ impl Error {
         Self::new(ErrorKind::Local, message)
     }
 
+    /// An error of the storage, of which a lock that somebody has may be tried again.
+    pub(crate) fn of_lock(error: walvisor_storage::Error) -> Self {
+        match error.kind() {
+            walvisor_storage::ErrorKind::Locked => Self::new(ErrorKind::InUse, error.to_string()),
+            _ => error.into(),
+        }
+    }
+
     /// The stable kind.
     pub fn kind(&self) -> ErrorKind {
         self.kind

@@ -281,7 +281,7 @@ pub(crate) async fn remove_old(
         // What it continues would count as a log that has ended.
         let message = format!(
             "{}: {error}; which log that epoch continues is not known, so nothing is removed; if \
-             it stays so, remove that object from the store: the archive then begins anew there",
+             it stays so, remove that object from the store: that epoch then follows no other",
             archive.shown()
         );
         return Err(Error::new(ErrorKind::Damaged, message));

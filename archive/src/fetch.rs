@@ -238,10 +238,7 @@ impl ArchivedChunks<'_> {
             },
             pauses: PAUSES,
         };
-        Fetcher::open(images, options).map_err(|error| match error.kind() {
-            walvisor_storage::ErrorKind::Locked => Error::new(ErrorKind::InUse, error.to_string()),
-            _ => error.into(),
-        })
+        Fetcher::open(images, options).map_err(Error::of_lock)
     }
 
     /// Fetches all chunks that are absent. Returns how many.
@@ -258,7 +255,7 @@ impl ArchivedChunks<'_> {
             let _ending = NotifyOnDrop(&ended);
             fetcher.run(self, begun, progress)
         });
-        // Another call goes on with what has failed, and needs the same chunks.
+        // Another call fetches what has failed, and needs the same chunks.
         fetched.and_then(whole).inspect_err(|_| {
             let _ = self.lease.map(Lease::keep);
         })

@@ -690,10 +690,7 @@ impl<'a> Replica<'a> {
                 Ok(Some(lock))
             }
             Err(error) if error.kind() == walvisor_storage::ErrorKind::NotFound => Ok(None),
-            Err(error) if error.kind() == walvisor_storage::ErrorKind::Locked => {
-                Err(Error::new(ErrorKind::InUse, error.to_string()))
-            }
-            Err(error) => Err(error.into()),
+            Err(error) => Err(Error::of_lock(error)),
         }
     }
 

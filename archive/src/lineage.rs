@@ -30,7 +30,7 @@ const MOST_LISTS: u32 = 5;
 /// What an archive has: claims, and the numbers of parts and bases of each epoch.
 pub(crate) struct Catalog {
     pub claims: BTreeMap<u64, Claim>,
-    /// Why the first damaged claim is so: what its epoch continues is not known.
+    /// The error of the first damaged claim. Nobody knows which part its epoch follows.
     pub damaged_claim: Option<Error>,
     /// The lowest and the highest numbers of parts that follow each other, by epoch, in order.
     parts: BTreeMap<u64, Vec<(u64, u64)>>,

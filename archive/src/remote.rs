@@ -109,14 +109,24 @@ impl Archive {
     /// [`ErrorKind::InvalidInput`] if the directory does not exist, or something is missing to
     /// reach the store, such as its keys.
     pub fn open(url: &ArchiveUrl) -> Result<Self> {
-        let (store, prefix): (Arc<dyn ObjectStore>, String) = match &url.place {
-            StorePlace::Directory(directory) => (directory_store(directory)?, String::new()),
-            StorePlace::S3 { prefix, .. } => (s3_store(url)?, prefix.clone()),
+        let (store, prefix, keyless): (Arc<dyn ObjectStore>, _, _) = match &url.place {
+            StorePlace::Directory(directory) => (directory_store(directory)?, String::new(), false),
+            StorePlace::S3 { prefix, .. } => {
+                let set = |name: &&str| std::env::var_os(name).is_some();
+                // The environment's own come first.
+                let keys = if set(&KEY_GIVERS[0]) {
+                    None
+                } else {
+                    keys_of_profile()
+                };
+                let keyless = keys.is_none() && !KEY_GIVERS.iter().any(set);
+                (s3_store(url, keys)?, prefix.clone(), keyless)
+            }
         };
         Ok(Self {
             cached: url.directory().is_some(),
             directory: url.directory().map(Path::to_owned),
-            keyless: url.directory().is_none() && !has_keys(),
+            keyless,
             ..Self::over(store, prefix, url.to_string(), url.fencing)?
         })
     }
@@ -566,7 +576,7 @@ fn directory_store(directory: &Path) -> Result<Arc<dyn ObjectStore>> {
     Ok(Arc::new(store.with_fsync(true)))
 }
 
-fn s3_store(url: &ArchiveUrl) -> Result<Arc<dyn ObjectStore>> {
+fn s3_store(url: &ArchiveUrl, keys: Option<Keys>) -> Result<Arc<dyn ObjectStore>> {
     let StorePlace::S3 {
         bucket,
         endpoint,
@@ -599,9 +609,7 @@ fn s3_store(url: &ArchiveUrl) -> Result<Arc<dyn ObjectStore>> {
     if let Some(region) = region {
         builder = builder.with_region(region);
     }
-    if std::env::var_os("AWS_ACCESS_KEY_ID").is_none()
-        && let Some(keys) = keys_of_profile()
-    {
+    if let Some(keys) = keys {
         builder = builder
             .with_access_key_id(keys.id)
             .with_secret_access_key(keys.secret);
@@ -630,17 +638,13 @@ fn is_refused(error: &object_store::Error) -> bool {
     false
 }
 
-/// Whether there are keys for S3, or somebody who gives them.
-fn has_keys() -> bool {
-    let givers = [
-        "AWS_ACCESS_KEY_ID",
-        "AWS_WEB_IDENTITY_TOKEN_FILE",
-        "AWS_CONTAINER_CREDENTIALS_RELATIVE_URI",
-        "AWS_CONTAINER_CREDENTIALS_FULL_URI",
-    ];
-    let mut givers = givers.into_iter();
-    givers.any(|name| std::env::var_os(name).is_some()) || keys_of_profile().is_some()
-}
+/// What in the environment gives keys, or names who does; first the key itself.
+const KEY_GIVERS: [&str; 4] = [
+    "AWS_ACCESS_KEY_ID",
+    "AWS_WEB_IDENTITY_TOKEN_FILE",
+    "AWS_CONTAINER_CREDENTIALS_RELATIVE_URI",
+    "AWS_CONTAINER_CREDENTIALS_FULL_URI",
+];
 
 /// Keys of the file that the AWS command line keeps.
 struct Keys {
