@@ -448,9 +448,6 @@ fn random_requests_while_the_images_are_fetched() {
         let begun = served((&faulty, u64::MAX), &dir, at, |report| {
             let mut store = open(report);
             for _ in 0..random.below(60) {
-                let sector = random.below(SECTORS - 8);
-                let sectors = 1 + random.below(8);
-                let range = sector as usize * 512..(sector + sectors) as usize * 512;
                 let mut port = store.disks()[0].open_port().unwrap();
                 match random.below(16) {
                     0 => drop(store.disks()[0].checkpoint().unwrap()),
@@ -460,23 +457,9 @@ fn random_requests_while_the_images_are_fetched() {
                         store.close().unwrap();
                         store = open(report);
                     }
-                    3 => {
-                        let operation = Operation::WriteZeroes {
-                            sector,
-                            sectors: sectors as u32,
-                            unmap: random.one_in(2),
-                        };
-                        queue::run(&mut port, operation).unwrap();
-                        now[range].fill(0);
-                    }
-                    4..9 => {
-                        let byte = random.below(256) as u8;
-                        queue::write(&mut port, sector, byte, sectors as usize);
-                        now[range].fill(byte);
-                    }
                     _ => {
-                        let read = queue::read(&mut port, sector, sectors as u32);
-                        assert!(read[..] == now[range], "seed {seed}, sector {sector}");
+                        let history = format!("seed {seed}");
+                        queue::random_request(&mut port, &mut random, &mut now, &history);
                     }
                 }
             }

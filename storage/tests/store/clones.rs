@@ -380,9 +380,6 @@ fn random_requests_while_a_clone_is_filled() {
         let mut work = |random: &mut Random| {
             let mut store = case.open_clone();
             for _ in 0..random.below(60) {
-                let sector = random.below(SIZE as u64 / 512 - 8);
-                let sectors = 1 + random.below(8);
-                let range = sector as usize * 512..(sector + sectors) as usize * 512;
                 let mut port = store.disks()[0].open_port().unwrap();
                 match random.below(12) {
                     0 => queue::flush(&mut port),
@@ -391,14 +388,9 @@ fn random_requests_while_a_clone_is_filled() {
                         store.close().unwrap();
                         store = case.open_clone();
                     }
-                    2..6 => {
-                        let byte = random.below(256) as u8;
-                        queue::write(&mut port, sector, byte, sectors as usize);
-                        now[range].fill(byte);
-                    }
                     _ => {
-                        let read = queue::read(&mut port, sector, sectors as u32);
-                        assert!(read[..] == now[range], "seed {seed}, sector {sector}");
+                        let history = format!("seed {seed}");
+                        queue::random_request(&mut port, random, &mut now, &history);
                     }
                 }
             }

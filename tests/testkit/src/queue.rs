@@ -3,7 +3,7 @@
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use walvisor_block::{BackendQueue, Buffer, Completion, Failure, Operation};
 
-use crate::PATIENCE;
+use crate::{PATIENCE, Random};
 
 /// Kicks the queue, and serves it until `count` requests have completed.
 #[track_caller]
@@ -71,4 +71,41 @@ pub fn read(queue: &mut (impl BackendQueue + ?Sized), sector: u64, sectors: u32)
 #[track_caller]
 pub fn flush(queue: &mut (impl BackendQueue + ?Sized)) {
     run(queue, Operation::Flush).expect("a flush");
+}
+
+/// Writes, zeroes or reads up to eight sectors somewhere on a disk that has these bytes, and will
+/// have them. `history` names the run if a read returns others.
+///
+/// # Panics
+/// If a read returns other bytes, or a request fails.
+#[track_caller]
+pub fn random_request(
+    queue: &mut (impl BackendQueue + ?Sized),
+    random: &mut Random,
+    bytes: &mut [u8],
+    history: &str,
+) {
+    let sector = random.below(bytes.len() as u64 / 512 - 8);
+    let sectors = 1 + random.below(8);
+    let bytes = &mut bytes[sector as usize * 512..(sector + sectors) as usize * 512];
+    match random.below(13) {
+        0 => {
+            let operation = Operation::WriteZeroes {
+                sector,
+                sectors: sectors as u32,
+                unmap: random.one_in(2),
+            };
+            run(queue, operation).expect("zeroes");
+            bytes.fill(0);
+        }
+        1..6 => {
+            let byte = random.below(256) as u8;
+            write(queue, sector, byte, sectors as usize);
+            bytes.fill(byte);
+        }
+        _ => {
+            let found = read(queue, sector, sectors as u32);
+            assert!(found[..] == *bytes, "{history}, sector {sector}");
+        }
+    }
 }
