@@ -1,5 +1,5 @@
-//! The fetch map: which chunks an image has, while the others are still fetched: by a restore from an
-//! archive, or from the disk of which the image is a clone.
+//! The fetch map: which chunks an image has, while a restore still fetches the others from an
+//! archive, or a clone from its source.
 //!
 //! ```text
 //!   who fetches                      IMAGE.fetch, mapped by both          the disk's owner

@@ -1,13 +1,12 @@
 //! Clones: a disk from another one, as it is or was at a point of its history.
 //!
 //! ```text
-//!   source, locked ─▶ view ─▶ NEW.walvisor-part ─▶ NEW                    the file system shares blocks,
-//!                                                                         or all is copied first
-//!                     view ─▶ NEW, sparse, with a fetch map ─▶ used       served: chunks that requests
-//!                          └───── chunks ─────────▲                       wait for, then the others
+//!   clone:  source, locked ─▶ view ─ all of it, or shared blocks ─▶ NEW.walvisor-part ─▶ NEW
+//!   serve:  source, locked ─▶ view ─▶ NEW, sparse, with a fetch map ─▶ in use
+//!                               └───── chunks ───────▲   those that requests wait for, then the others
 //! ```
-//! A clone that is served and was killed goes on if its source is as it was, or can still be seen at
-//! the point that was named.
+//! Another call resumes a served clone that was killed, if its source has not changed, or proves
+//! that it still shows the same state at the point.
 
 use std::fmt;
 use std::path::{Path, PathBuf};

@@ -67,7 +67,7 @@ pub struct FetchReport<E> {
     pub lost: Vec<E>,
 }
 
-/// Fetches the chunks that images lack. Keeps others from it.
+/// Fetches the chunks that images lack. No other process can while this one lives.
 pub struct Fetcher {
     images: Vec<PartialImage>,
     /// Bytes of all images, also of those that have everything.
@@ -149,8 +149,9 @@ impl Fetcher {
         }
     }
 
-    /// Fetches chunks until no image lacks any, but those that are lost. Calls `begun` first; meanwhile
-    /// only chunks are fetched that requests wait for. Calls `progress` with the bytes that are there and those of all images.
+    /// Fetches chunks until no image lacks any, but those that are lost. While it calls `begun`, it
+    /// fetches only chunks that requests wait for. Calls `progress` with the bytes that are there
+    /// and those of all images.
     ///
     /// # Errors
     /// Those of the source that [end](FetchRemedy::Fail) this; if an image or its map can't be
