@@ -2,15 +2,16 @@
 
 use std::time::SystemTime;
 
+use crate::StallCause;
+
 /// Whether a disk can carry out requests.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub enum Condition {
     /// It can.
     #[default]
     Ok,
-    /// It can, but writes wait, because the log is full and the copy to the base images has not
-    /// made room yet.
-    CopyingBehind,
+    /// It can, but writes wait for this.
+    Stalled(StallCause),
     /// A file system has no space for the log or the base images. The log retries every second.
     NoSpace(Trouble),
     /// The log can't be copied to the base images, or can't grow, for another reason. It retries
@@ -51,19 +52,13 @@ impl Condition {
     pub const NO_SPACE: &str = Self::NAMES[2];
 
     /// The names of all conditions, for programs.
-    pub const NAMES: [&str; 5] = [
-        "ok",
-        "copying_behind",
-        "no_space",
-        "copy_failing",
-        "read_only",
-    ];
+    pub const NAMES: [&str; 5] = ["ok", "stalled", "no_space", "copy_failing", "read_only"];
 
     /// Its name, for programs.
     pub fn name(&self) -> &'static str {
         let place = match self {
             Self::Ok => 0,
-            Self::CopyingBehind => 1,
+            Self::Stalled(_) => 1,
             Self::NoSpace(_) => 2,
             Self::CopyFailing(_) => 3,
             Self::ReadOnly(_) => 4,
@@ -82,7 +77,7 @@ impl Condition {
     /// The trouble, if there is any.
     pub fn trouble(&self) -> Option<&Trouble> {
         match self {
-            Self::Ok | Self::CopyingBehind => None,
+            Self::Ok | Self::Stalled(_) => None,
             Self::NoSpace(trouble) | Self::CopyFailing(trouble) | Self::ReadOnly(trouble) => {
                 Some(trouble)
             }

@@ -35,6 +35,7 @@ mod memory;
 pub mod ram;
 mod request;
 mod schedule;
+mod stall;
 mod threaded;
 
 pub use backend::{
@@ -50,6 +51,7 @@ pub use request::{
     MAX_REQUEST_BYTES, Operation, PastPoint, SECTOR_SIZE, Transfer, check_range,
 };
 pub use schedule::request_short_slices;
+pub use stall::{StallCause, StallCounts};
 pub use threaded::{SyncBackend, ThreadedDisk};
 
 /// For its `EventFd`, which most disks use as a queue's event, see [`descriptor`].

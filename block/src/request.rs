@@ -2,7 +2,7 @@
 
 use std::io;
 
-use crate::Buffer;
+use crate::{Buffer, StallCounts};
 
 /// Bytes in a sector, the unit of every address here, as in virtio-blk (virtio 1.2, 5.2.4).
 pub const SECTOR_SIZE: u64 = 512;
@@ -191,4 +191,8 @@ pub struct LogCounters {
     /// 1 those that served 2, then 3 to 4, 5 to 8 and so on by powers of two; the last element
     /// counts all above 256. Groups without waiters do not count.
     pub group_sizes: [u64; GROUP_SIZE_CLASSES],
+    /// Writes, and other requests that become records, that waited before they were in the log.
+    pub stalled: StallCounts,
+    /// Those that failed.
+    pub refused: StallCounts,
 }

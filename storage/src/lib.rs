@@ -77,8 +77,8 @@ mod tracepoints;
 pub use walvisor_block::{
     Allocation, BUFFER_ALIGN, Backend, BackendQueue, BlockingDisk, Buffer, Capabilities, Change,
     Completion, Condition, Extent, Failure, GROUP_SIZE_CLASSES, LogCounters, Logged,
-    MAX_REQUEST_BYTES, Mapped, Operation, PastPoint, Resizable, SECTOR_SIZE, Tracked, Transfer,
-    Trouble, flush,
+    MAX_REQUEST_BYTES, Mapped, Operation, PastPoint, Resizable, SECTOR_SIZE, StallCause,
+    StallCounts, Tracked, Transfer, Trouble, flush,
 };
 pub use {
     catalog::control::has_log,

@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 use walvisor_devices::backend::{Condition, LogCounters, MemoryBudget, Trouble};
 use walvisor_devices::block::{BlockCounts, BlockMetrics, LatencyCounts, OperationKind};
 use walvisor_devices::net::NetCounts;
-use walvisor_storage::{LogHistory, Snapshot};
+use walvisor_storage::{LogHistory, Snapshot, StallCause, StallCounts};
 use walvisor_vmm::disk::{DiskInUse, NetworkInUse};
 use walvisor_vmm::vm::exits::{ExitCounters, ExitReason};
 use walvisor_vmm::vm::memory_use::MemoryUse;
@@ -346,6 +346,7 @@ fn disks(text: &mut Text, disks: &[DiskMetrics]) {
     let logs = logs(disks);
     log(text, &logs);
     group_sizes(text, &logs);
+    stalls(text, &logs);
     history(text, &logs);
 }
 
@@ -627,6 +628,31 @@ fn group_sizes(text: &mut Text, logs: &[LogMetrics<'_>]) {
         let ends = (0..=last).map(|class| (class < last).then(|| f64::from(1 << class)));
         let sum = log.flushes_grouped as f64;
         text.histogram(name, labels, ends.zip(log.group_sizes), sum);
+    }
+}
+
+/// Adds the writes that waited before they were in the log, or failed, by cause.
+fn stalls(text: &mut Text, logs: &[LogMetrics<'_>]) {
+    type Getter = fn(&LogCounters) -> StallCounts;
+    let kinds: [(&str, &str, Getter); 2] = [
+        ("stalled", "waited before they were in the log", |log| {
+            log.stalled
+        }),
+        (
+            "refused",
+            "failed because the log did not take them",
+            |log| log.refused,
+        ),
+    ];
+    for (kind, did, get) in kinds {
+        let name = format!("walvisor_log_{kind}_writes_total");
+        text.metric(&name, "counter", &format!("Writes that {did}, by cause."));
+        for (labels, counters, _) in logs {
+            for cause in StallCause::ALL {
+                let labels = format!("{{{labels},cause=\"{}\"}}", cause.name());
+                text.sample(&name, &labels, get(counters).get(cause));
+            }
+        }
     }
 }
 

@@ -167,12 +167,17 @@ impl Disk {
 
     /// The error for a mark that the log did not take.
     fn unmarked(&self) -> Error {
-        let condition = self.log.condition();
-        let why = condition.trouble().map(|trouble| trouble.error.as_str());
-        let why = why.unwrap_or(
-            "it is full or being closed, the disk is leaving it, or its replica did not take the \
-             mark",
-        );
+        let why = match self.log.condition_of(&self.state) {
+            Condition::Stalled(cause) => cause.to_string(),
+            condition => condition.trouble().map_or_else(
+                || {
+                    "it is being closed, the disk is leaving it, or its replica did not take the \
+                     mark"
+                        .to_owned()
+                },
+                |trouble| trouble.error.clone(),
+            ),
+        };
         let dir = self.log.dir.display();
         Error::new(
             ErrorKind::Io,

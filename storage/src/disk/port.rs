@@ -19,7 +19,9 @@ use crate::mutant::{Mutant, planted};
 use crate::sync::atomic::Ordering;
 use crate::sync::{Arc, Mutex};
 use crate::tracepoints;
-use crate::{BackendQueue, Buffer, Completion, Failure, Operation, SECTOR_SIZE, check_range};
+use crate::{
+    BackendQueue, Buffer, Completion, Failure, Operation, SECTOR_SIZE, StallCause, check_range,
+};
 
 /// One thread's access to a disk. Dropping it waits for reads in flight; completions not taken are
 /// lost.
@@ -32,8 +34,10 @@ pub struct Port {
     pub(crate) done: Vec<Completion>,
     /// The newest record of this port.
     pub(crate) newest_lsn: u64,
-    /// Writes held back by a full log, in order.
+    /// Modifications that the log held back, in order.
     parked: VecDeque<(u64, Modification)>,
+    /// What the first of them waits for.
+    stall: StallCause,
     reads: Arc<SharedReads>,
     /// Memory for the next read's pieces.
     pieces: Vec<Piece>,
@@ -68,6 +72,7 @@ impl Port {
             done: Vec::new(),
             newest_lsn: 0,
             parked: VecDeque::new(),
+            stall: StallCause::PendingFull,
             reads,
             pieces: Vec::new(),
         })
@@ -284,18 +289,27 @@ impl Port {
 
     /// Logs a modification. It is held back while earlier ones are parked.
     fn modify(&mut self, token: u64, modification: Modification) -> Result<RequestState, Failure> {
-        if !self.parked.is_empty() {
-            return Ok(RequestState::HeldBack(modification));
+        let submitted = if self.parked.is_empty() {
+            self.append(token, modification)
+        } else {
+            Ok(RequestState::HeldBack(modification))
+        };
+        if let Ok(RequestState::HeldBack(_)) = submitted {
+            self.committer.log.counters.stalled.count(self.stall);
         }
-        self.append(token, modification)
+        submitted
     }
 
     fn append(&mut self, token: u64, modification: Modification) -> Result<RequestState, Failure> {
         let mark = modification.mark.is_some();
         let lsn = match self.committer.append(&self.disk, modification) {
             Ok(lsn) => lsn,
-            Err(AppendError::Stuck) => return Err(Failure::Io),
-            Err(AppendError::HeldBack(modification)) => {
+            Err(AppendError::Refused(cause)) => {
+                self.committer.log.counters.refused.count(cause);
+                return Err(Failure::Io);
+            }
+            Err(AppendError::HeldBack(cause, modification)) => {
+                self.stall = cause;
                 return Ok(RequestState::HeldBack(modification));
             }
         };

@@ -17,12 +17,12 @@ use walvisor_block::request_short_slices;
 
 use crate::format::DescriptorKind;
 use crate::index::Location;
+use crate::log::admission::Admission;
 use crate::log::disk_state::DiskState;
 use crate::log::group::{Group, GroupBuffers};
 use crate::log::pipeline::Modification;
-use crate::log::room::shared_memory;
 use crate::log::sharing::SharingCounters;
-use crate::log::state::{Log, LogState, PENDING_LIMIT, PanicGuard};
+use crate::log::state::{Log, LogState, PanicGuard};
 use crate::log::waiters::{Mailbox, Waiter};
 #[cfg(test)]
 use crate::medium::file::AppendStats;
@@ -31,15 +31,13 @@ use crate::mutant::{Mutant, planted};
 use crate::sync::atomic::{AtomicBool, Ordering};
 use crate::sync::thread::{self, JoinHandle};
 use crate::sync::{self, Arc, Event, MutexGuard};
-use crate::{Completion, Failure};
+use crate::{Completion, Failure, StallCause};
 
 /// Why a record was not appended.
 pub(crate) enum AppendError {
-    /// Too much is pending. The port gets the request back and retries when it is woken.
-    HeldBack(Modification),
-    /// The ring is full and can't be emptied, the disk's spill file is full, or the disk has left
-    /// the log.
-    Stuck,
+    /// The port gets the request back and retries when it is woken.
+    HeldBack(StallCause, Modification),
+    Refused(StallCause),
 }
 
 /// One thread's side of group commit, with its mailbox.
@@ -95,8 +93,7 @@ impl Committer {
     /// [`start`](Self::start) checks for a batch to write.
     ///
     /// # Errors
-    /// If too much is pending, the index takes too much memory, or the disk is being restored in
-    /// place or has a full spill file.
+    /// If the log does not [admit](Log::admit) it.
     pub(crate) fn append(
         &mut self,
         disk: &Arc<DiskState>,
@@ -107,47 +104,22 @@ impl Committer {
         let mut state = log.lock();
         // Discards carry no payload, so a guest that only discards could grow the index for as long
         // as the log has room.
-        let index = log.counters.index.bytes();
-        if index >= log.index_limit / 2 && !state.keeper.checkpoint {
+        if log.index_is_heavy() && !state.keeper.checkpoint {
             state.keeper.checkpoint = true;
             log.keeper_wanted.notify_one();
         }
-        // Half a segment at most: all pending records must fit the ring's last segment, which is
-        // reserved for the keeper.
-        state.room.want(disk.id);
-        let most = PENDING_LIMIT.min(log.segment_size as usize / 2);
-        let full = state.pipeline.bytes() >= most;
-        let many = log.index_is_full();
-        let detached = disk.detached.load(Ordering::Relaxed);
-        let spill_full = disk.spill_full.load(Ordering::Relaxed);
-        let gives_up = state.keeper.failed || state.refuses_backlog();
-        let refused = detached || spill_full && !state.keeper.pauses;
-        if refused || (full && state.is_stuck()) || (many && gives_up) {
-            return Err(AppendError::Stuck);
-        }
-        if spill_full {
-            // The keeper wakes the ports once this is over.
-            return Err(AppendError::HeldBack(change));
-        }
-        let rewinding = disk.rewinding.load(Ordering::Relaxed);
-        // Once the log is closing, no record may follow the ones that the final checkpoint copies.
-        if full || many || rewinding || state.keeper.stop {
-            log.held_back.store(true, Ordering::Relaxed);
-            return Err(AppendError::HeldBack(change));
-        }
-        // A mark is small, and its caller can't do anything else meanwhile.
-        if change.mark.is_none() && state.is_backlogged() {
-            if state.refuses_backlog() {
-                return Err(AppendError::Stuck);
+        match log.admit(&mut state, disk, &change) {
+            Admission::Go => {}
+            Admission::Wait(cause) => {
+                if cause == StallCause::Replica {
+                    // Its acknowledgement wakes the ports.
+                    log.tell_of_backlog(state);
+                }
+                return Err(AppendError::HeldBack(cause, change));
             }
-            // An acknowledgement wakes the ports.
-            log.tell_of_backlog(state);
-            return Err(AppendError::HeldBack(change));
+            Admission::Fail(cause) => return Err(AppendError::Refused(cause)),
         }
         let bytes = change.pending_bytes();
-        if gives_way(log, &mut state, disk.id, bytes, most) {
-            return Err(AppendError::HeldBack(change));
-        }
         state.room.take(disk.id, bytes as u64);
         let place = match &change.payload {
             Some(payload) => Location::Memory {
@@ -366,26 +338,6 @@ impl Committer {
         self.unstarted = true;
         Ok(false)
     }
-}
-
-/// Whether a disk's next record, of `bytes`, waits because the disk has used more than its part of
-/// the log's room. `most`: how many bytes may be pending.
-fn gives_way(log: &Log, state: &mut LogState, disk_id: u32, bytes: usize, most: usize) -> bool {
-    let has_memory = state.pipeline.bytes() < shared_memory(most);
-    let more = state.pipeline.queued_bytes() + bytes;
-    let has_room = state.ring.leaves_reserve(more as u64);
-    // If no room can be made, who wants some is to fail, not to wait.
-    let goes_on = state.keeper.failed || has_memory && has_room;
-    if goes_on || !state.room.is_beyond(disk_id) {
-        return false;
-    }
-    if !has_memory {
-        log.held_back.store(true, Ordering::Relaxed);
-    }
-    if !has_room {
-        state.ring.await_room();
-    }
-    true
 }
 
 /// What a thread needs to lead.

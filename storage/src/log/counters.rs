@@ -2,7 +2,7 @@
 
 use crate::index::IndexMemory;
 use crate::sync::atomic::{AtomicU64, Ordering};
-use crate::{GROUP_SIZE_CLASSES, LogCounters};
+use crate::{GROUP_SIZE_CLASSES, LogCounters, StallCause, StallCounts};
 
 /// The live counters behind [`LogCounters`].
 #[derive(Default)]
@@ -17,10 +17,26 @@ pub(crate) struct Counters {
     pub base_bytes: AtomicU64,
     pub base_writes: AtomicU64,
     pub group_sizes: [AtomicU64; GROUP_SIZE_CLASSES],
+    pub stalled: CauseCounters,
+    pub refused: CauseCounters,
     /// The memory of all disks' indexes.
     pub index: IndexMemory,
     /// The memory of other extents: those of looks, and of what was saved for snapshots.
     pub beside_index: IndexMemory,
+}
+
+/// Counts causes.
+#[derive(Default)]
+pub(crate) struct CauseCounters([AtomicU64; StallCause::ALL.len()]);
+
+impl CauseCounters {
+    pub(crate) fn count(&self, cause: StallCause) {
+        self.0[cause as usize].fetch_add(1, Ordering::Relaxed);
+    }
+
+    fn snapshot(&self) -> StallCounts {
+        StallCounts::of(|cause| self.0[cause as usize].load(Ordering::Relaxed))
+    }
 }
 
 impl Counters {
@@ -49,6 +65,8 @@ impl Counters {
             base_bytes: get(&self.base_bytes),
             base_writes: get(&self.base_writes),
             index_bytes: self.index_bytes(),
+            stalled: self.stalled.snapshot(),
+            refused: self.refused.snapshot(),
             group_sizes: std::array::from_fn(|class| get(&self.group_sizes[class])),
         }
     }

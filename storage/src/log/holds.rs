@@ -14,7 +14,8 @@
 
 use crate::catalog::snapshot::{Snapshot, SnapshotName};
 use crate::format::Control;
-use crate::log::state::{Log, RoomNeed};
+use crate::log::admission::RoomNeed;
+use crate::log::state::Log;
 use crate::medium::file::Segment;
 use crate::mutant::{Mutant, planted};
 use crate::sync::Arc;

@@ -1,6 +1,7 @@
 //! The log in use: records are appended, written in groups and synced, and their waiters get
 //! completions.
 
+pub(crate) mod admission;
 pub(crate) mod clock;
 pub(crate) mod commit;
 pub(crate) mod commit_delay;

@@ -146,6 +146,11 @@ impl KeeperState {
         done.as_ref().is_err_and(|error| !waits(error))
     }
 
+    /// Whether requests that need room wait for space.
+    pub(crate) fn pauses_for_space(&self) -> bool {
+        self.pauses && self.trouble.name() == Condition::NO_SPACE
+    }
+
     /// Notes why an attempt to empty or grow the log has failed. The trouble dates from the first
     /// failure of this kind.
     pub(crate) fn note(&mut self, error: &Error) {

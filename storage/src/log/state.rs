@@ -19,7 +19,6 @@ use crate::log::clock::LogClock;
 use crate::log::commit::{Commit, PositionCache, SavedExtentsCache};
 use crate::log::commit_delay::CommitDelay;
 use crate::log::counters::Counters;
-use crate::log::disk_state::DiskState;
 use crate::log::orders::{KeeperOrder, KeeperState, KeeperTask};
 use crate::log::pipeline::Pipeline;
 use crate::log::replica::ReplicaState;
@@ -31,7 +30,7 @@ use crate::medium::file::Appender;
 use crate::mutant::{any_planted, is_forgotten};
 use crate::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use crate::sync::{self, Arc, Condvar, Mutex, MutexGuard, WakeFlag, mpsc};
-use crate::{Condition, Failure, MAX_REQUEST_BYTES, Trouble};
+use crate::{Failure, MAX_REQUEST_BYTES, Trouble};
 
 /// Payload bytes that may be pending in memory; beyond that, appends wait (backpressure). The limit
 /// is what a fast device keeps in flight, and no more: with 32 MiB, sequential appends were a
@@ -138,56 +137,12 @@ impl LogState {
         self.ring.end() + self.pipeline.bytes() as u64
     }
 
-    /// Whether writes wait, because the log's replica lacks as much as it may.
-    pub(crate) fn is_backlogged(&self) -> bool {
-        let (end, room) = (self.expected_end(), self.ring.room_for_backlog());
-        let replica = self.replica.as_ref();
-        replica.is_some_and(|replica| replica.holds_back(end, room))
-    }
-
-    /// Whether writes fail that would wait for the replica.
-    pub(crate) fn refuses_backlog(&self) -> bool {
-        self.replica
-            .as_ref()
-            .is_some_and(ReplicaState::refuses_writes)
-    }
-
-    /// Whether a log with history needs the room of its oldest segments.
-    pub(crate) fn is_pressed(&self) -> bool {
-        self.ring.is_starved() || self.ring.is_running_out(self.keeper.retain)
-    }
-
     /// How many segments must stay for a snapshot, a look or the replica.
     pub(crate) fn held_segments(&self) -> usize {
         self.keeper
             .holds
             .held()
             .map_or(0, |lsn| self.ring.newer(lsn))
-    }
-
-    /// Whether the keeper should free segments, now that another one is in use.
-    pub(crate) fn needs_room(&self) -> bool {
-        self.keeps_history() || self.ring.is_half_used()
-    }
-
-    /// Whether the ring is full and can't be emptied, or not before the replica has more, and nobody
-    /// may wait for that now. Until that changes, requests that need room fail.
-    pub(crate) fn is_stuck(&self) -> bool {
-        let newest = self.pipeline.appended();
-        let refuses =
-            || self.refuses_backlog() && self.keeper.holds.held_for_replica(newest).is_some();
-        self.ring.is_starved() && (self.keeper.failed || refuses())
-    }
-
-    /// If the ring is stuck, takes the waiters for records that are in no batch yet. The records
-    /// stay, and become durable at some unknown time.
-    pub(crate) fn take_stuck(&mut self) -> Vec<Waiter> {
-        let batched = self.pipeline.batched();
-        if self.is_stuck() {
-            self.waiters.take(|waiter| waiter.lsn > batched)
-        } else {
-            Vec::new()
-        }
     }
 
     /// In debug builds: panics if the state breaks an invariant.
@@ -291,45 +246,6 @@ impl Log {
         self.refuse(state);
     }
 
-    /// The condition of the log's disks.
-    pub(crate) fn condition(&self) -> Condition {
-        // A thread that panicked with the lock may have left other fields half changed, but not
-        // these.
-        let state = self.state.lock();
-        let state = state.unwrap_or_else(std::sync::PoisonError::into_inner);
-        match (&state.failure, &state.keeper.trouble) {
-            (Some(failure), _) => Condition::ReadOnly(failure.clone()),
-            (None, Condition::Ok) if state.ring.holds_back() => Condition::CopyingBehind,
-            (None, trouble) => {
-                let full = state.ring.is_full();
-                let waits = state.keeper.pauses && trouble.name() == Condition::NO_SPACE;
-                trouble.clone().with_writes(full && !waits, full && waits)
-            }
-        }
-    }
-
-    /// The condition of one of the log's disks: the log's, or that of its image alone.
-    pub(crate) fn condition_of(&self, disk: &DiskState) -> Condition {
-        match (self.condition(), disk.condition()) {
-            (Condition::Ok | Condition::CopyingBehind, trouble) if trouble != Condition::Ok => {
-                let full = disk.spill_full.load(Ordering::Relaxed);
-                let waits = self.lock().keeper.pauses;
-                trouble.with_writes(full && !waits, full && waits)
-            }
-            (condition, _) => condition,
-        }
-    }
-
-    /// Whether the index has used so much of its memory that the oldest extents should go.
-    pub(crate) fn index_is_heavy(&self) -> bool {
-        self.counters.index.bytes() >= self.index_limit / 2
-    }
-
-    /// Whether the index has no room, so that writers wait.
-    pub(crate) fn index_is_full(&self) -> bool {
-        self.counters.index.bytes() >= self.index_limit
-    }
-
     /// Takes memory of the process's for the checksums of so many segments more.
     ///
     /// # Errors
@@ -348,28 +264,6 @@ impl Log {
     /// The memory limit of extents kept beside the index.
     pub(crate) fn beside_limit(&self) -> ExtentLimit {
         ExtentLimit::beside(&self.counters.beside_index, self.index_limit, &self.dir)
-    }
-
-    /// Fails the waiters that a stuck ring cannot serve, and wakes all ports.
-    pub(crate) fn refuse_stuck(&self) {
-        let mut state = self.lock();
-        let stuck = state.take_stuck();
-        drop(state);
-        self.refuse_waiters(stuck);
-        self.wake_ports();
-    }
-
-    /// Fails requests that wait for space, now and from now on, as without
-    /// [`FullLogPolicy::Pause`](crate::FullLogPolicy).
-    pub(crate) fn end_pauses(&self) {
-        let mut state = self.lock();
-        let paused = std::mem::take(&mut state.keeper.pauses);
-        state.keeper.failed |= paused && state.keeper.trouble.name() == Condition::NO_SPACE;
-        drop(state);
-        if paused {
-            self.refuse_stuck();
-        }
-        self.limit_waits();
     }
 
     /// Gives these waiters an error.
@@ -409,14 +303,6 @@ impl Log {
         self.call_leader();
     }
 
-    /// Less has to stay in the log: makes the keeper look whether segments have become free, or a
-    /// stuck log has room.
-    pub(crate) fn call_keeper(&self, state: &mut LogState) {
-        let needed = self.room_need(state) != RoomNeed::None;
-        state.keeper.checkpoint |= needed || state.needs_room();
-        self.keeper_wanted.notify_one();
-    }
-
     /// Makes the leader look at the log again.
     pub(crate) fn call_leader(&self) {
         self.leader_called.set();
@@ -451,28 +337,7 @@ impl Drop for PanicGuard<'_> {
     }
 }
 
-/// How much the log needs room that only a copy to the base images can make.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum RoomNeed {
-    None,
-    /// Writers will wait for it soon.
-    Soon,
-    /// Writers are waiting for it.
-    Now,
-}
-
 impl Log {
-    /// Whether the log needs room.
-    pub(crate) fn room_need(&self, state: &LogState) -> RoomNeed {
-        if state.ring.is_full() || self.index_is_full() {
-            RoomNeed::Now
-        } else if state.is_pressed() || self.index_is_heavy() {
-            RoomNeed::Soon
-        } else {
-            RoomNeed::None
-        }
-    }
-
     /// Tells the keeper to close the log. The time limit for closing starts now.
     pub(crate) fn stop_keeper(&self) {
         let mut state = self.lock();

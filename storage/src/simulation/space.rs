@@ -6,7 +6,8 @@ use std::time::Duration;
 use super::fixture::{Fixture, RunningStore, Shape, carry_out as end, filled};
 use super::medium::{LOG, World};
 use crate::{
-    Backend, BackendQueue, CommitWait, Completion, Condition, Failure, Operation, Port, Store,
+    Backend, BackendQueue, CommitWait, Completion, Condition, Failure, Operation, Port, StallCause,
+    Store,
 };
 
 const SECTORS: u64 = 504;
@@ -323,7 +324,7 @@ fn writers_go_on(segments: u32) {
     assert_eq!(run(write(0), long), Some(Ok(())), "it stays in memory");
     assert_eq!(run(Operation::Flush, short), None, "the ring is full");
     let condition = || store.disks()[0].condition();
-    assert_eq!(condition(), Condition::CopyingBehind);
+    assert_eq!(condition(), Condition::Stalled(StallCause::LogFull));
     fixture.medium.lock().base_blocked = false;
     assert_eq!(run(Operation::Flush, long), Some(Ok(())));
     // The FLUSH has ended, and the checkpoint that made room for it goes on.
@@ -376,4 +377,74 @@ fn a_flush_waits_for_a_quarter_mib_of_a_new_segment_at_most() {
     }
     log.preallocate_segment(false, || steps += 1).unwrap();
     assert_eq!(steps, 4);
+}
+
+/// Each obstacle of a write has its cause. The condition tells the causes that may last.
+#[test]
+fn each_write_that_does_not_go_on_is_told_and_counted_by_its_cause() {
+    use crate::log::admission::Admission;
+    use crate::sync::atomic::Ordering::Relaxed;
+    let (_fixture, mut running) = open();
+    let disk = running.disks[0].state.clone();
+    let log = running.disks[0].log.clone();
+    let mut port = running.disks[0].open_port().unwrap();
+    let discard = |sector| Operation::Discard { sector, sectors: 1 };
+    type Set = fn(&crate::log::state::Log, &crate::log::disk_state::DiskState, bool);
+    let waits: [(StallCause, Set); 3] = [
+        (StallCause::Restore, |_, disk, on| {
+            disk.rewinding.store(on, Relaxed)
+        }),
+        (StallCause::Closing, |log, _, on| {
+            log.lock().keeper.stop = on
+        }),
+        (StallCause::SpillFull, |log, disk, on| {
+            log.lock().keeper.pauses = on;
+            disk.spill_full.store(on, Relaxed);
+        }),
+    ];
+    for (number, (cause, set)) in (1..).zip(waits) {
+        set(&log, &disk, true);
+        let told = running.disks[0].condition();
+        let lasts = cause == StallCause::SpillFull;
+        assert_eq!(told == Condition::Stalled(cause), lasts, "{told:?}");
+        for token in 0..2 {
+            port.submit(token, discard(number));
+        }
+        let counters = log.counters.snapshot();
+        assert_eq!(counters.stalled.get(cause), 2, "{cause:?}");
+        let change = || crate::log::pipeline::Modification::rewind(0);
+        let answer = log.admit(&mut log.lock(), &disk, &change());
+        assert_eq!(answer, Admission::Wait(cause));
+        set(&log, &disk, false);
+        let mut done = Vec::new();
+        port.completions(&mut done);
+        assert_eq!(done.len(), 2, "{cause:?}");
+        assert_eq!(running.disks[0].condition(), Condition::Ok);
+    }
+    let fails: [(StallCause, Set); 2] = [
+        (StallCause::Closing, |_, disk, on| {
+            disk.detached.store(on, Relaxed)
+        }),
+        (StallCause::SpillFull, |_, disk, on| {
+            disk.spill_full.store(on, Relaxed)
+        }),
+    ];
+    for (cause, set) in fails {
+        set(&log, &disk, true);
+        let result = end(&mut running, &mut port, discard(9));
+        assert_eq!(result.map(drop), Err(Failure::Io));
+        assert_eq!(log.counters.snapshot().refused.get(cause), 1, "{cause:?}");
+        // What fails counts before what waits.
+        disk.rewinding.store(true, Relaxed);
+        let result = end(&mut running, &mut port, discard(9));
+        assert_eq!(result.map(drop), Err(Failure::Io));
+        disk.rewinding.store(false, Relaxed);
+        set(&log, &disk, false);
+    }
+    end(&mut running, &mut port, discard(9)).unwrap();
+    let counted = log.counters.snapshot();
+    let sum = |counts: crate::StallCounts| -> u64 {
+        StallCause::ALL.iter().map(|&cause| counts.get(cause)).sum()
+    };
+    assert_eq!((sum(counted.stalled), sum(counted.refused)), (6, 4));
 }

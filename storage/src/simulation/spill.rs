@@ -11,7 +11,7 @@ use crate::mutant::{Mutant, PLANTED};
 use crate::sync::stepped::SteppedClock;
 use crate::{
     Backend, BackendQueue, CommitWait, Condition, Failure, FullLogPolicy, Operation, Port,
-    Retention,
+    Retention, StallCause,
 };
 use std::path::{Path, PathBuf};
 use std::time::Duration;
@@ -226,6 +226,8 @@ fn writes_beyond_the_limit_of_a_spill_file_wait_with_on_full_pause() {
     let mut done = Vec::new();
     sick.completions(&mut done);
     assert!(done.is_empty(), "it waits");
+    let counters = running.disks[0].log.counters.snapshot();
+    assert_eq!(counters.stalled.get(StallCause::SpillFull), 1);
     break_image(&fixture, None);
     crate::sync::sleep(Duration::from_secs(2));
     running.keeper.step(true).unwrap();

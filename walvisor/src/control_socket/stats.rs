@@ -4,7 +4,7 @@ use std::sync::atomic::Ordering;
 
 use serde_json::{Map, Value, json};
 use walvisor_devices::backend::{Backend, Condition, MemoryBudget, SECTOR_SIZE};
-use walvisor_storage::SyncPartner;
+use walvisor_storage::{StallCause, StallCounts, SyncPartner};
 use walvisor_vmm::vm::exits::ExitReason;
 
 use super::controlled::{ControlledProcess, DiskLease, Power};
@@ -107,9 +107,12 @@ fn sharing(disk: &DiskLease, all: &[DiskLease]) -> Option<Value> {
     }))
 }
 
-/// The condition of a disk. Trouble comes with its beginning, its error, and whether writes fail.
+/// The condition of a disk. A stall comes with its cause. Trouble comes with its beginning, its error, and whether writes fail.
 fn condition(condition: &Condition) -> Value {
     let mut object = json!({ "name": condition.name() });
+    if let Condition::Stalled(cause) = condition {
+        object["cause"] = cause.name().into();
+    }
     if let Some(trouble) = condition.trouble() {
         object["since_unix_us"] = unix_us(trouble.since).into();
         object["error"] = trouble.error.as_str().into();
@@ -198,6 +201,12 @@ pub(super) fn limits(throttle: &Throttle) -> Value {
     })
 }
 
+/// Counts by cause.
+fn causes(counts: StallCounts) -> Value {
+    let causes = StallCause::ALL.map(|cause| (cause.name().to_owned(), counts.get(cause).into()));
+    Value::Object(causes.into_iter().collect())
+}
+
 /// The log of a disk, if it has one.
 fn log(backend: &dyn Backend) -> Option<Value> {
     let (path, log) = (log_name(backend)?, log_counters(backend)?);
@@ -207,6 +216,8 @@ fn log(backend: &dyn Backend) -> Option<Value> {
         "flushes_grouped": log.flushes_grouped,
         "groups": log.groups,
         "group_sizes": log.group_sizes,
+        "stalled": causes(log.stalled),
+        "refused": causes(log.refused),
         "syncs": log.syncs,
         "log_bytes": log.log_bytes,
         "checkpoints": log.checkpoints,

@@ -4,6 +4,7 @@ use std::cmp::Reverse;
 use std::time::SystemTime;
 
 use serde_json::Value;
+use walvisor_storage::StallCause;
 
 use crate::control_socket::ControlCommand;
 use crate::point::unix_us;
@@ -28,9 +29,13 @@ fn list(of: &Value, keys: &[&str]) -> String {
     parts.join(", ")
 }
 
-/// The condition of a disk: one word, or its trouble.
+/// The condition of a disk: one word, what its writes wait for, or its trouble.
 fn condition_text(condition: &Value) -> String {
     let name = text(&condition["name"]).replace('_', " ");
+    let cause = |cause: &StallCause| cause.name() == text(&condition["cause"]);
+    if let Some(cause) = StallCause::ALL.into_iter().find(cause) {
+        return format!("writes wait: {cause}");
+    }
     let Some(since) = condition["since_unix_us"].as_u64() else {
         return name;
     };
@@ -366,6 +371,14 @@ fn stats(stats: &Value) -> String {
             log["checkpoints"],
             size(&log["base_bytes"]),
         );
+        for (counts, what) in [("stalled", "waited"), ("refused", "failed")] {
+            let causes = StallCause::ALL.map(StallCause::name).into_iter();
+            let met: Vec<_> = causes.filter(|&cause| log[counts][cause] != 0).collect();
+            if !met.is_empty() {
+                let causes = list(&log[counts], &met).replace('_', " ");
+                lines += &format!("  writes that {what}, by cause: {causes}\n");
+            }
+        }
         if log["archive"].is_object() {
             lines += &format!("  archive: {}\n", archive_text(&log["archive"]));
         }
