@@ -22,7 +22,6 @@ use crate::format::{
     self, BLOCK, BatchHeader, CONTROL_MAGIC, CONTROL_SLOT, CRC_AT, Descriptor, DescriptorKind,
     SEGMENT_MAGIC, SegmentHeader, SummaryFooter,
 };
-use crate::history::saved::read_saved;
 use crate::index::{Location, Piece};
 use crate::log::disk_state::DiskState;
 use crate::log::image::Image;
@@ -36,6 +35,7 @@ use crate::recovery::contents::VerifyScope;
 use crate::recovery::replay::{read_for_recovery, read_log, recover};
 use crate::sync::atomic::{AtomicU64, Ordering};
 use crate::sync::{Arc, Event, Mutex};
+use crate::view::saved::read_saved;
 use crate::{Failure, SECTOR_SIZE};
 
 /// Size of each segment file, and of each saved file, in bytes.

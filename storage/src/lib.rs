@@ -18,9 +18,9 @@
 //! was at a point in its history, are backends too.
 //!
 //! The folders are layers. Each imports only from itself and from those after it in this list:
-//! `raw` (raw images), `offline` (opening, closing, and all work on disks that are not in use),
-//! `disk` (ports), `history` (the keeper, looks, snapshots, restores in place), `checkpoint`,
-//! `recovery`, `log`, `catalog` (the control file, options, which image is which disk), `index`,
+//! `raw` (raw images), `copy` (import, export, restore, clone), `store` (opening, closing, and the
+//! other work on disks that are not in use), `disk` (ports), `keeper` (when the log is copied to the
+//! images, orders, restores in place), `view` (a disk at a moment), `checkpoint`, `recovery`, `log`, `catalog` (the control file, options, which image is which disk), `index`,
 //! `medium` (files, segments, engines), and the modules outside the folders.
 //!
 //! A port, one write, and a FLUSH, after which the write survives a power loss:
@@ -50,6 +50,7 @@
 
 mod catalog;
 mod checkpoint;
+mod copy;
 mod disk;
 mod error;
 mod format;
@@ -59,20 +60,21 @@ pub mod fuzzing;
 #[cfg(test)]
 #[path = "../tests/support/heap.rs"]
 mod heap;
-mod history;
 mod index;
+mod keeper;
 mod log;
 mod medium;
 mod mutant;
-mod offline;
 mod parallel;
 mod raw;
 mod recovery;
 #[cfg(test)]
 mod simulation;
 mod size;
+mod store;
 mod sync;
 mod tracepoints;
+mod view;
 
 pub use walvisor_block::{
     Allocation, BUFFER_ALIGN, Backend, BackendQueue, BlockingDisk, Buffer, Capabilities, Change,
@@ -89,14 +91,15 @@ pub use {
     },
     catalog::retention::Retention,
     catalog::snapshot::{Snapshot, SnapshotName},
+    copy::clone::{CloneSource, clone_disk, serve_clone},
+    copy::fetcher::{ChunkSource, FetchOptions, FetchRemedy, FetchReport, Fetcher},
+    copy::transfer::{
+        RescueOptions, UnreadableSectors, export_disk, import_disk, import_disk_as, receive_image,
+        rescue_disk, restore_disk,
+    },
     disk::handle::Disk,
     disk::port::Port,
     error::{Error, ErrorKind, Result},
-    history::horizon::LogHistory,
-    history::look::Look,
-    history::point::Point,
-    history::rewind_plan::RewindReport,
-    history::scratch::scratch_file,
     log::commit::Commit,
     log::replica::{LogReplica, ReplicaCall, ReplicaOptions},
     log::sharing::{SyncPartner, SyncSharing},
@@ -104,35 +107,34 @@ pub use {
     medium::fetch_map::FetchMap,
     medium::io_ring::prepare_rings,
     medium::pace::Pace,
-    offline::changes::{ChangedRange, Changes, disk_changes},
-    offline::clone::{CloneSource, clone_disk, serve_clone},
-    offline::create::create_disk,
-    offline::discard::{HeldRecords, adopt_image, discard_log, plan_adoption, plan_discard},
-    offline::dump::{LogGroup, LogMark, LogRecord, RecordKind, dump_groups, dump_records},
-    offline::fetcher::{ChunkSource, FetchOptions, FetchRemedy, FetchReport, Fetcher},
-    offline::follow::{FollowStep, LogFollower, LogPiece, LogPlace, PieceChecker, cut_piece},
-    offline::image::Image,
-    offline::inspect::{
-        DamagedHeader, DamagedSectors, DiskReport, LogReport, SnapshotFault, inspect,
-        inspect_with_progress,
-    },
-    offline::live_points::DiskPoints,
-    offline::log_root::{
-        AssembledLog, ImageReader, LockedLog, LogParts, LogRoot, RootImage, segment_path,
-        write_segment,
-    },
-    offline::log_size::resize_log,
-    offline::members::{leave_log, move_to_log},
-    offline::open::Store,
-    offline::resize::resize_disk,
-    offline::rewind::rewind_disk,
-    offline::transfer::{
-        RescueOptions, UnreadableSectors, export_disk, import_disk, import_disk_as, receive_image,
-        rescue_disk, restore_disk,
-    },
     parallel::Progress,
     raw::{RawCache, RawDisk},
     size::{SIZE, parse_size, show_size},
+    store::changes::{ChangedRange, Changes, disk_changes},
+    store::create::create_disk,
+    store::discard::{HeldRecords, adopt_image, discard_log, plan_adoption, plan_discard},
+    store::dump::{LogGroup, LogMark, LogRecord, RecordKind, dump_groups, dump_records},
+    store::follow::{FollowStep, LogFollower, LogPiece, LogPlace, PieceChecker, cut_piece},
+    store::image::Image,
+    store::inspect::{
+        DamagedHeader, DamagedSectors, DiskReport, LogReport, SnapshotFault, inspect,
+        inspect_with_progress,
+    },
+    store::live_points::DiskPoints,
+    store::log_root::{
+        AssembledLog, ImageReader, LockedLog, LogParts, LogRoot, RootImage, segment_path,
+        write_segment,
+    },
+    store::log_size::resize_log,
+    store::members::{leave_log, move_to_log},
+    store::open::Store,
+    store::resize::resize_disk,
+    store::rewind::rewind_disk,
+    view::horizon::LogHistory,
+    view::look::Look,
+    view::point::Point,
+    view::rewind_plan::RewindReport,
+    view::scratch::scratch_file,
 };
 
 pub(crate) use walvisor_block::{SharedBuffer, check_range};

@@ -11,7 +11,7 @@
 //! none of it, and leaves out no path: it checks the idea, for a few records, clients and crashes.
 //! What is here stands for, in `storage/src`: `Write` for `Committer::append`, `BeginWrite` to
 //! `EndSync` for `Committer::begin` and `end`, poisoning for `LogState::poison`, recovery for
-//! `recovery/scan.rs` and `replay.rs`, and `Rewind` for `history/rewind.rs`.
+//! `recovery/scan.rs` and `replay.rs`, and `Rewind` for `keeper/rewind.rs`.
 //!
 //! Each planted mistake is one that a promise forbids, and is found.
 

@@ -9,8 +9,8 @@ use std::path::Path;
 
 /// Modules of `block`, a line for each layer from the ground up. A folder is a layer.
 const BLOCK: &str = "
-    buffer condition descriptor schedule
-    memory request
+    buffer descriptor schedule stall
+    condition memory request
     backend
     blocking ram threaded
 ";
@@ -24,9 +24,11 @@ const STORAGE: &str = "
     log
     recovery
     checkpoint
-    history
+    view
+    keeper
     disk
-    offline
+    store
+    copy
     raw
     fuzzing
 ";

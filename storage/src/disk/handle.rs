@@ -10,11 +10,6 @@ use crate::catalog::retention::Retention;
 use crate::catalog::snapshot::{Snapshot, SnapshotName};
 use crate::disk::port::Port;
 use crate::error::{Error, ErrorKind, Result, invalid};
-use crate::history::changed::{ChangesSince, SavedExtents, saved_since, unknown_point};
-use crate::history::horizon::LogHistory;
-use crate::history::look::Look;
-use crate::history::point::Point;
-use crate::history::rewind_plan::RewindReport;
 use crate::index::allocation::{ExtentLookUp, disk_extents};
 use crate::log::commit::Commit;
 use crate::log::disk_state::DiskState;
@@ -26,6 +21,11 @@ use crate::log::sharing::SyncSharing;
 use crate::log::state::Log;
 use crate::sync::atomic::Ordering;
 use crate::sync::{Arc, mpsc};
+use crate::view::changed::{ChangesSince, SavedExtents, saved_since, unknown_point};
+use crate::view::horizon::LogHistory;
+use crate::view::look::Look;
+use crate::view::point::Point;
+use crate::view::rewind_plan::RewindReport;
 use crate::{
     Backend, BackendQueue, Capabilities, Change, Condition, Extent, LogCounters, Logged, Mapped,
     PastPoint, Resizable, SECTOR_SIZE, Tracked, Transfer,

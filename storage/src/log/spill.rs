@@ -7,7 +7,7 @@
 //! beside the log instead, at the same offsets as on the disk. So the log's segments become free
 //! for the other disks. A map says which sectors are there. It is replaced as a whole before the
 //! control file says that the log no longer has them. Once the image can be written again, the
-//! keeper copies everything back ([`history::spill`](crate::history::spill)) and removes both
+//! keeper copies everything back ([`keeper::copy_back`](crate::keeper::copy_back)) and removes both
 //! files.
 
 use std::ffi::OsStr;

@@ -2,7 +2,7 @@
 //!
 //! ```text
 //!  ports ──append──▶ pending records ──group──▶ batches ──write──▶ segment ──sync──▶ durable
-//!        (LSN given here)             (`crate::log::group`: several written at once, one sync at a time)
+//!        (LSN given here)             (`crate::log::group_commit`: several written at once, one sync at a time)
 //!        appended ──────────────────▶ batched ────────────────▶ written ───────────▶ durable
 //! ```
 

@@ -6,15 +6,15 @@ use super::fixture::{Fixture, RunningStore, Shape, carry_out, control_of, filled
 use super::history::{History, SECTORS};
 use super::live::values;
 use super::medium::{LOG, World};
+use crate::copy::live_export::point_to_keep;
 use crate::error::ErrorKind;
 use crate::format::Control;
-use crate::history::look::Look;
 use crate::log::holds::HoldOwner;
 use crate::log::orders::KeeperTask;
-use crate::offline::live_export::point_to_keep;
-use crate::offline::view::View;
 use crate::recovery::contents::VerifyScope;
 use crate::recovery::scan::scan;
+use crate::store::view::View;
+use crate::view::look::Look;
 use crate::{CommitWait, DiskOptions, LogHistory, Operation, Point, Result, Retention};
 
 /// The LSN to which the disk is restored at a point, given what is on the medium.

@@ -18,10 +18,10 @@ use super::oracle::{Violation, value_of};
 use crate::catalog::options::DiskOptions;
 use crate::disk::handle::Disk;
 use crate::log::orders::{KeeperOrder, KeeperTask};
-use crate::offline::discard::discard_log;
-use crate::offline::log_size::resize_log;
-use crate::offline::members::{add_task, leave_log, move_to_log};
-use crate::offline::open::open_log;
+use crate::store::discard::discard_log;
+use crate::store::log_size::resize_log;
+use crate::store::members::{add_task, leave_log, move_to_log};
+use crate::store::open::open_log;
 use crate::sync::{Arc, Mutex, mpsc};
 use crate::{
     CommitWait, Error, ErrorKind, Operation, Port, StoreOptions, create_disk, import_disk,

@@ -23,21 +23,21 @@ use crate::catalog::snapshot::{Snapshot, SnapshotName};
 use crate::disk::handle::Disk;
 use crate::error::{Error, ErrorKind, Result};
 use crate::format::Control;
-use crate::history::look::Look;
-use crate::history::point::Point;
-use crate::history::rewind_plan::RewindReport;
 use crate::log::clock::{CLOCKS, ClockReading};
 use crate::log::commit::Commit;
 use crate::log::disk_state::DiskState;
 use crate::log::holds::{HeldLog, HoldOwner};
 use crate::log::orders::RewindRequest;
 use crate::log::orders::{KeeperOrder, KeeperTask};
-use crate::offline::members::add_task;
-use crate::offline::view::{DataPlace, Layers};
 use crate::recovery::live::read_live;
 use crate::recovery::scan::FoundRecord;
+use crate::store::members::add_task;
+use crate::store::view::{DataPlace, Layers};
 use crate::sync::atomic::Ordering;
 use crate::sync::{Arc, mpsc};
+use crate::view::look::Look;
+use crate::view::point::Point;
+use crate::view::rewind_plan::RewindReport;
 
 /// Looks that are open at a time, at most.
 const LOOKS: usize = 3;

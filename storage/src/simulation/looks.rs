@@ -4,12 +4,12 @@
 use super::bench::{Bench, SECTORS};
 use super::oracle::value_of;
 use crate::catalog::snapshot::Snapshot;
-use crate::history::look::Look;
 use crate::log::holds::HoldOwner;
 use crate::log::orders::{KeeperOrder, KeeperTask};
-use crate::offline::view::DataPlace;
+use crate::store::view::DataPlace;
 use crate::sync::atomic::Ordering;
 use crate::sync::mpsc;
+use crate::view::look::Look;
 use crate::{Point, Retention, SECTOR_SIZE, SnapshotName};
 
 /// What a look at a bench's disk shows.

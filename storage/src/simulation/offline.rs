@@ -20,19 +20,19 @@ use crate::catalog::retention::Retention;
 use crate::catalog::snapshot::Snapshot;
 use crate::error::{Error, ErrorKind, Result};
 use crate::format::Control;
-use crate::history::point::Point;
 use crate::log::holds::Holds;
 use crate::medium::directory::directory;
 use crate::medium::engine::EngineKind;
 use crate::medium::lock::Access;
 use crate::medium::mark::ImageMark;
-use crate::offline::discard::discard_log;
-use crate::offline::log_size::resize_log;
-use crate::offline::members::{leave_log, move_to_log};
-use crate::offline::open::open_log;
-use crate::offline::view::View;
 use crate::recovery::replay::read_log_until;
 use crate::recovery::scan::learn_rewinds;
+use crate::store::discard::discard_log;
+use crate::store::log_size::resize_log;
+use crate::store::members::{leave_log, move_to_log};
+use crate::store::open::open_log;
+use crate::store::view::View;
+use crate::view::point::Point;
 use crate::{CommitWait, StoreOptions};
 
 /// The directory of the other log. Its name sorts after that of the history's log.

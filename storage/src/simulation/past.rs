@@ -10,13 +10,13 @@ use super::oracle::{DiskContents, RestoredState, Violation, difference, readable
 use super::trace;
 use crate::error::ErrorKind;
 use crate::format::Control;
-use crate::history::saved::read_saved;
 use crate::index::{ExtentMap, Location};
 use crate::medium::segment::LogRead;
-use crate::offline::dump::text_of;
 use crate::recovery::contents::VerifyScope;
 use crate::recovery::replay::read_log_until;
 use crate::recovery::scan::{FoundRecord, scan};
+use crate::store::dump::text_of;
+use crate::view::saved::read_saved;
 use crate::{Buffer, MarkText};
 
 const MINUTE: u64 = 60_000_000;

@@ -14,19 +14,19 @@ use super::oracle::{Violation, value_of};
 use super::trace;
 use crate::SECTOR_SIZE;
 use crate::catalog::snapshot::{Snapshot, SnapshotName};
+use crate::copy::live_export::{TargetWork, point_to_keep, refuse_obstruction};
+use crate::copy::yielding_look::YieldingLook;
 use crate::disk::handle::Disk;
 use crate::error::{Error, ErrorKind};
 use crate::format::Control;
-use crate::history::look::Look;
-use crate::history::point::Point;
 use crate::log::admission::RoomNeed;
 use crate::log::holds::HoldOwner;
 use crate::log::orders::KeeperTask;
 use crate::log::state::Log;
-use crate::offline::live_export::{TargetWork, point_to_keep, refuse_obstruction};
-use crate::offline::yielding_look::YieldingLook;
 use crate::sync;
 use crate::sync::atomic::Ordering;
+use crate::view::look::Look;
+use crate::view::point::Point;
 
 const SIZE: u64 = SECTORS * SECTOR_SIZE;
 

@@ -5,10 +5,10 @@ use walvisor_testkit::Random;
 use super::fixture::{Fixture, RunningStore, Shape, carry_out, filled};
 use super::medium::World;
 use super::oracle::DiskContents;
-use crate::history::look::Look;
-use crate::history::rewind_plan::RewindReport;
 use crate::log::holds::HoldOwner;
 use crate::sync::atomic::Ordering;
+use crate::view::look::Look;
+use crate::view::rewind_plan::RewindReport;
 use crate::{BackendQueue, CommitWait, Operation, Point, Retention};
 
 const SHAPE: Shape = Shape::two_disks(64, 16);

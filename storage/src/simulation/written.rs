@@ -4,8 +4,7 @@ use std::time::Duration;
 
 use super::fixture::{Fixture, RunningStore, Shape, filled};
 use super::medium::World;
-use crate::log::committer::Leader;
-use crate::log::group::{Group, GroupBuffers};
+use crate::log::group_commit::{Group, GroupBuffers, Leader};
 use crate::medium::file::Io;
 use crate::mutant::{Mutant, PLANTED};
 use crate::sync::atomic::Ordering;

@@ -9,10 +9,10 @@ use super::super::oracle::{Violation, value_of};
 use super::super::{Total, killers, run_all};
 use super::{ScheduleChoice, explore};
 use crate::disk::handle::Disk;
-use crate::history::look::Look;
-use crate::offline::view::DataPlace;
+use crate::store::view::DataPlace;
 use crate::sync::atomic::{AtomicU64, Ordering};
 use crate::sync::{Arc, thread};
+use crate::view::look::Look;
 use crate::{CommitWait, Operation, Point, Port, Retention, SECTOR_SIZE, Store};
 
 /// Sectors of each of the disk's eight places. A segment has room for a few of them.
