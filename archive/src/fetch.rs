@@ -14,7 +14,7 @@ use std::time::Duration;
 
 use tokio::sync::Notify;
 use walvisor_storage::{
-    ChunkSource, FetchMap, FetchOptions, FetchRemedy, FetchReport, Fetcher, Point,
+    ChunkSource, FetchMap, FetchOptions, FetchRemedy, FetchReport, Fetcher, Point, Progress,
 };
 
 use crate::error::{Error, ErrorKind, Result};
@@ -23,7 +23,7 @@ use crate::lineage::read_base;
 use crate::object::BaseHeader;
 use crate::remote::{AT_ONCE, Archive};
 use crate::restore::{
-    Note, Plan, Progress, ReadyLog, RestoreReport, begin, fetch_chunk, image_paths, lock_directory,
+    Plan, ReadyLog, RestoreNote, RestoreReport, begin, fetch_chunk, image_paths, lock_directory,
     log_dir_of, restored_disks,
 };
 
@@ -135,7 +135,7 @@ fn fetch<R: FnOnce(&RestoreReport)>(
 /// call after a kill does only this.
 fn end(dir: &Path, fetcher: Fetcher, report: RestoreReport, chunks: u64) -> Result<RestoreReport> {
     fetcher.end()?;
-    Note::remove(dir)?;
+    RestoreNote::remove(dir)?;
     Ok(RestoreReport { chunks, ..report })
 }
 
@@ -154,8 +154,8 @@ impl<'a> UnfinishedRestore<'a> {
     /// # Errors
     /// If the archive can't be read.
     fn find(archive: &'a Archive, dir: &Path, at: &Point) -> Result<Option<Self>> {
-        let note = Note::read(dir).filter(|note| note.is_from(archive));
-        let Some(Note {
+        let note = RestoreNote::read(dir).filter(|note| note.is_from(archive));
+        let Some(RestoreNote {
             base: Some(base),
             ready: Some(ready),
             ..

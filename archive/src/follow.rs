@@ -13,7 +13,7 @@ use std::time::{Duration, Instant};
 
 use serde::{Deserialize, Serialize};
 use walvisor_storage::{
-    AssembledLog, Commit, FetchMap, LockedLog, LogParts, LogRoot, Point, segment_path,
+    AssembledLog, Commit, FetchMap, LockedLog, LogParts, LogRoot, Point, Progress, segment_path,
     write_segment,
 };
 
@@ -24,8 +24,8 @@ use crate::lineage::{Catalog, Lineage, find_part, read_base, read_part};
 use crate::object::{self, BaseHeader, BaseImage, PartHeader};
 use crate::remote::Archive;
 use crate::restore::{
-    LogReader, Plan, Progress, REPLICA_NOTE, RestoredDisk, clear_log, fetch_chunk, image_paths,
-    log_dir_of, refuse_occupied, restored_disks, unfinished, write_note,
+    LogReader, Plan, REPLICA_NOTE, RestoredDisk, clear_log, fetch_chunk, image_paths, log_dir_of,
+    refuse_occupied, restored_disks, unfinished, write_note,
 };
 use crate::uploader::now_us;
 
@@ -45,7 +45,7 @@ const NOTED_CHUNKS: usize = 64;
 
 /// What a replica has.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct ReplicaState {
+pub struct ReplicaReport {
     /// The newest record.
     pub last: Commit,
     /// Records that came with this tick.
@@ -73,7 +73,7 @@ pub struct Replica<'a> {
     dir: PathBuf,
     /// Locked while this one follows.
     _lock: File,
-    note: Note,
+    note: ReplicaNote,
     base: BaseHeader,
     reader: LogReader,
     images: Vec<PathBuf>,
@@ -93,7 +93,7 @@ pub struct Replica<'a> {
 }
 
 #[derive(Clone, Debug, Default, Serialize, Deserialize)]
-struct Note {
+struct ReplicaNote {
     archive: String,
     /// The images are those of this base, or become them.
     base: Option<ObjectId>,
@@ -137,9 +137,9 @@ impl<'a> Replica<'a> {
                 // The first note may not have got its name.
                 let _ = fs::remove_file(dir.join(unfinished(REPLICA_NOTE)));
                 refuse_occupied(dir)?;
-                Note {
+                ReplicaNote {
                     archive: archive.shown().to_owned(),
-                    ..Note::default()
+                    ..ReplicaNote::default()
                 }
             }
         };
@@ -202,13 +202,13 @@ impl<'a> Replica<'a> {
     /// # Errors
     /// [`ErrorKind::Unavailable`] if the store does not answer; [`ErrorKind::InUse`] if somebody
     /// reads the replica; as [`open`](Self::open).
-    pub fn tick(&mut self) -> Result<ReplicaState> {
+    pub fn tick(&mut self) -> Result<ReplicaReport> {
         self.step(false)
     }
 
     /// As [`tick`](Self::tick). `search`: whether to search the archive for newer images and other
     /// writers in any case.
-    fn step(&mut self, search: bool) -> Result<ReplicaState> {
+    fn step(&mut self, search: bool) -> Result<ReplicaReport> {
         if !self.note.complete {
             // An earlier call has failed in the middle.
             let plan = newest_plan(self.archive)?;
@@ -240,7 +240,7 @@ impl<'a> Replica<'a> {
                 self.searched = Instant::now();
             }
         }
-        Ok(ReplicaState {
+        Ok(ReplicaReport {
             last: self.reader.last,
             records: self.reader.last.lsn.saturating_sub(before),
             caught_up,

@@ -34,7 +34,7 @@ pub use base::{BaseProgress, CHUNK_BYTES};
 pub use error::{Error, ErrorKind, Result};
 pub use expire::{ExpireOptions, ExpireReport, expire};
 pub use fetch::{restore, serve};
-pub use follow::{Promotion, Replica, ReplicaState};
+pub use follow::{Promotion, Replica, ReplicaReport};
 pub use remote::{Archive, Traffic};
 pub use restore::{RestoreReport, RestoredDisk, verify};
 pub use survey::{ArchiveBase, ArchiveEnd, Survey, survey};

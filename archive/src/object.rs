@@ -62,7 +62,7 @@ pub(crate) struct PartHeader {
     pub last: Moment,
     pub pieces: Vec<PartPiece>,
     /// Behind the last piece of this part or before; none: there was no piece yet.
-    pub end: Option<End>,
+    pub end: Option<NextPiece>,
     /// Bytes of the log's root, which begins the body; 0: none, it is as it was in `root_at`.
     pub root_len: u64,
     /// The part with the newest root.
@@ -113,7 +113,7 @@ pub(crate) struct PartPiece {
 
 /// Where the next piece is expected.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub(crate) struct End {
+pub(crate) struct NextPiece {
     pub sequence: u64,
     pub salt: u64,
     pub offset: u64,
@@ -121,7 +121,7 @@ pub(crate) struct End {
     pub lsn: u64,
 }
 
-impl From<LogPlace> for End {
+impl From<LogPlace> for NextPiece {
     fn from(place: LogPlace) -> Self {
         let LogPlace {
             sequence,
@@ -140,9 +140,9 @@ impl From<LogPlace> for End {
     }
 }
 
-impl From<End> for LogPlace {
-    fn from(end: End) -> Self {
-        let End {
+impl From<NextPiece> for LogPlace {
+    fn from(end: NextPiece) -> Self {
+        let NextPiece {
             sequence,
             salt,
             offset,

@@ -53,13 +53,13 @@ pub struct Archive {
     /// A list without a name for so long has no end.
     pub(crate) listed_within: Duration,
     runtime: Runtime,
-    counters: Counters,
+    counters: TrafficCounters,
     /// No keys are set: the store is asked with what the machine's owner gives it, if anything.
     keyless: bool,
 }
 
 #[derive(Default)]
-struct Counters {
+struct TrafficCounters {
     reads: AtomicU64,
     writes: AtomicU64,
     lists: AtomicU64,
@@ -155,7 +155,7 @@ impl Archive {
             fencing,
             listed_within: LISTED,
             runtime,
-            counters: Counters::default(),
+            counters: TrafficCounters::default(),
             keyless: false,
         })
     }

@@ -11,7 +11,8 @@ use std::path::{Path, PathBuf};
 
 use serde::{Deserialize, Serialize};
 use walvisor_storage::{
-    AssembledLog, Commit, LogParts, LogRoot, PieceChecker, Point, cut_piece, write_segment,
+    AssembledLog, Commit, LogParts, LogRoot, PieceChecker, Point, Progress, cut_piece,
+    write_segment,
 };
 
 use crate::epoch::LogCopy;
@@ -53,9 +54,6 @@ pub struct RestoredDisk {
     pub bytes: u64,
 }
 
-/// Called with the bytes of the images that are done, and those of all images.
-pub type Progress<'a> = &'a mut dyn FnMut(u64, u64);
-
 /// Gets a piece of the log: the sequence of its segment, its byte offset there, its bytes.
 pub(crate) type TakePiece<'a> = &'a mut dyn FnMut(u64, u64, &[u8]) -> Result<()>;
 
@@ -76,7 +74,7 @@ pub(crate) struct Plan<'a> {
 
 /// How far a restore is that was ended before its end.
 #[derive(Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
-pub(crate) struct Note {
+pub(crate) struct RestoreNote {
     archive: String,
     pub base: Option<ObjectId>,
     /// What the log was restored to, if it is complete and the disks may be in use.
@@ -479,20 +477,20 @@ pub(crate) async fn fetch_chunk(
 /// The start of a restore in a directory.
 pub(crate) struct RestoreStart {
     /// To be written once all images have fetch maps.
-    pub note: Note,
+    pub note: RestoreNote,
     /// Whether an earlier restore has left maps, which say what it has fetched.
     pub resumes: bool,
 }
 
 /// Begins in a directory, or goes on with what an earlier restore has left in it.
 pub(crate) fn begin(archive: &Archive, dir: &Path, plan: &Plan) -> Result<RestoreStart> {
-    let note = Note {
+    let note = RestoreNote {
         archive: archive.shown().to_owned(),
         base: Some(plan.base.at),
         ready: None,
     };
-    match Note::read(dir) {
-        Some(Note {
+    match RestoreNote::read(dir) {
+        Some(RestoreNote {
             ready: Some(ready), ..
         }) => {
             let (dir, at) = (dir.display(), ready.at);
@@ -514,7 +512,7 @@ pub(crate) fn begin(archive: &Archive, dir: &Path, plan: &Plan) -> Result<Restor
         None => refuse_occupied(dir)?,
     }
     // The maps that are there are not those of these images, or are not all.
-    Note::default().write(dir)?;
+    RestoreNote::default().write(dir)?;
     Ok(RestoreStart {
         note,
         resumes: false,
@@ -535,7 +533,7 @@ pub(crate) fn refuse_occupied(dir: &Path) -> Result<()> {
     ))
 }
 
-impl Note {
+impl RestoreNote {
     /// The note of a restore in a directory.
     pub(crate) fn read(dir: &Path) -> Option<Self> {
         let text = fs::read(dir.join(NOTE)).ok()?;

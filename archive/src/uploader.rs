@@ -107,7 +107,7 @@ pub struct Uploader<'a> {
     pending_bytes: usize,
     /// The part that may or may not be there already.
     attempt: Option<Attempt>,
-    state: State,
+    state: UploadState,
     base: Base,
     /// Whether the line has images that are complete.
     restorable: bool,
@@ -135,12 +135,12 @@ struct Attempt {
     /// Pending pieces that it has.
     pieces: usize,
     /// What the archive has then.
-    after: State,
+    after: UploadState,
 }
 
 /// What the archive has, as far as the next part needs it.
 #[derive(Clone)]
-struct State {
+struct UploadState {
     /// The next part.
     next: ObjectId,
     last: Commit,
@@ -223,7 +223,7 @@ impl<'a> Uploader<'a> {
         };
         let mut chunks = KnownChunks::new();
         let end = match &catalog {
-            Some(catalog) => archive.block_on(End::find(archive, catalog, &mut chunks))?,
+            Some(catalog) => archive.block_on(LineEnd::find(archive, catalog, &mut chunks))?,
             None => None,
         };
         let next = ObjectId { epoch, number: 1 };
@@ -262,7 +262,13 @@ impl<'a> Uploader<'a> {
                     return Err(not_ours(archive, stranger, &copy));
                 }
                 let follower = LogFollower::new(log_dir, &root);
-                (follower, None, State::new(next, &root), Base::None, why)
+                (
+                    follower,
+                    None,
+                    UploadState::new(next, &root),
+                    Base::None,
+                    why,
+                )
             }
         };
         archive.block_on(epoch::claim(archive, &claim))?;
@@ -857,7 +863,7 @@ impl<'a> Uploader<'a> {
         self.pending.clear();
         self.pending_bytes = 0;
         self.attempt = None;
-        self.state = State::new(next, &root);
+        self.state = UploadState::new(next, &root);
         self.line_from = root.checkpoint_lsn();
         self.missing = 0;
         self.root = root;
@@ -877,7 +883,7 @@ impl<'a> Uploader<'a> {
     }
 }
 
-impl State {
+impl UploadState {
     fn new(next: ObjectId, root: &LogRoot) -> Self {
         Self {
             next,
@@ -906,7 +912,7 @@ fn known(base: &BaseHeader) -> KnownChunks {
 }
 
 /// The end of the archive's newest line.
-struct End {
+struct LineEnd {
     line: Lineage,
     header: PartHeader,
     /// Whether the archive has lost parts behind it.
@@ -922,13 +928,13 @@ struct ResumePoint {
     after: ObjectId,
     follower: LogFollower,
     first: Option<LogPiece>,
-    state: State,
+    state: UploadState,
     /// The newest root on the line.
     root: LogRoot,
     base: Option<BaseHeader>,
 }
 
-impl End {
+impl LineEnd {
     /// Finds the end, and the chunks of the newest base images.
     async fn find(
         archive: &Archive,
@@ -1019,7 +1025,7 @@ impl End {
             after: header.at,
             follower,
             first,
-            state: State {
+            state: UploadState {
                 next,
                 last: header.last.into(),
                 end: Some(place),

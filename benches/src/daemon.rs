@@ -10,7 +10,7 @@ use rustix::process::{Pid, Signal, kill_process};
 use serde_json::Value;
 
 use walvisor::commands::CommandError;
-use walvisor::control_socket::{ControlCommand, Format, ask};
+use walvisor::control_socket::{ControlCommand, StatsFormat, ask};
 use walvisor::processor_time;
 use walvisor_guest_images::leash;
 use walvisor_testkit::s3::KEYS;
@@ -222,7 +222,7 @@ impl Daemon {
             return Ok(Value::Null);
         };
         let stats = ControlCommand::Stats {
-            format: Format::Json,
+            format: StatsFormat::Json,
         };
         ask(control, &stats).map_err(CommandError::Failed)
     }

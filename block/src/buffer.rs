@@ -84,7 +84,7 @@ pub(crate) fn limit_pool(memory: u64) -> u64 {
     let most = usize::try_from(memory / 2)
         .unwrap_or(POOL_BYTES)
         .min(POOL_BYTES);
-    Pool::lock().most = most;
+    BlockPool::lock().most = most;
     2 * most as u64
 }
 
@@ -98,20 +98,20 @@ impl Drop for Block {
 }
 
 /// Blocks kept for reuse, by class.
-struct Pool {
+struct BlockPool {
     classes: [Vec<Arc<Block>>; CLASSES],
     bytes: usize,
     /// Most bytes that are kept.
     most: usize,
 }
 
-static POOL: Mutex<Pool> = Mutex::new(Pool {
+static POOL: Mutex<BlockPool> = Mutex::new(BlockPool {
     classes: [const { Vec::new() }; CLASSES],
     bytes: 0,
     most: POOL_BYTES,
 });
 
-impl Pool {
+impl BlockPool {
     fn lock() -> MutexGuard<'static, Self> {
         // The pool is consistent at every step, so a panic does no harm.
         POOL.lock().unwrap_or_else(PoisonError::into_inner)
@@ -184,7 +184,7 @@ impl Buffer {
 
     /// Bytes of memory that a buffer of `len` bytes takes.
     pub fn memory_of(len: u64) -> u64 {
-        let block = match usize::try_from(len).ok().and_then(Pool::class) {
+        let block = match usize::try_from(len).ok().and_then(BlockPool::class) {
             Some(class) => (BUFFER_ALIGN << class) as u64,
             None => len,
         };
@@ -198,8 +198,8 @@ impl Buffer {
 
     /// A buffer, and whether it may contain anything but zeroes.
     fn take(len: usize) -> Result<(Self, bool), OutOfMemory> {
-        let class = Pool::class(len);
-        let found = class.and_then(|class| Pool::lock().take(class));
+        let class = BlockPool::class(len);
+        let found = class.and_then(|class| BlockPool::lock().take(class));
         let recycled = found.is_some();
         let block = match found {
             Some(block) => block,
@@ -262,10 +262,10 @@ impl Drop for SharedBuffer {
         let mut block = unsafe { ManuallyDrop::take(&mut self.block) };
         // The last user gives the block back. If two users drop it at the same moment, each may see
         // the other; then it is freed instead.
-        if let Some(class) = Pool::class(block.layout.size())
+        if let Some(class) = BlockPool::class(block.layout.size())
             && Arc::get_mut(&mut block).is_some()
         {
-            Pool::lock().give(class, block);
+            BlockPool::lock().give(class, block);
         }
     }
 }
@@ -330,12 +330,12 @@ mod tests {
     /// The test has a pool of its own, because the process's pool is shared with the other tests.
     #[test]
     fn the_pool_is_bounded_and_makes_room_for_other_sizes() {
-        let mut pool = Pool {
+        let mut pool = BlockPool {
             classes: [const { Vec::new() }; CLASSES],
             bytes: 0,
             most: POOL_BYTES,
         };
-        let sum = |pool: &Pool| -> usize {
+        let sum = |pool: &BlockPool| -> usize {
             let blocks = pool.classes.iter().flatten();
             blocks.map(|block| block.layout.size()).sum()
         };

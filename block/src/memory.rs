@@ -43,7 +43,7 @@ struct Budget {
 
 #[derive(Default)]
 struct Clients {
-    all: Vec<Weak<Client>>,
+    all: Vec<Weak<ClientShare>>,
     evicted: Option<Instant>,
 }
 
@@ -118,7 +118,7 @@ impl MemoryBudget {
 
     /// A client, which holds nothing yet.
     pub fn client(&self) -> MemoryClient {
-        let client = Arc::new(Client {
+        let client = Arc::new(ClientShare {
             budget: self.clone(),
             held: AtomicU64::new(0),
             leaving: AtomicBool::new(false),
@@ -152,9 +152,9 @@ impl Drop for MemoryReservation {
 }
 
 /// Who takes memory for requests: an NBD connection, a queue.
-pub struct MemoryClient(Arc<Client>);
+pub struct MemoryClient(Arc<ClientShare>);
 
-struct Client {
+struct ClientShare {
     budget: MemoryBudget,
     held: AtomicU64,
     /// Whether it has to leave.
@@ -172,7 +172,7 @@ struct Eviction {
     leave: Option<Box<dyn Fn() + Send>>,
 }
 
-impl Client {
+impl ClientShare {
     fn lock(&self) -> MutexGuard<'_, Eviction> {
         self.eviction.lock().unwrap_or_else(PoisonError::into_inner)
     }
@@ -255,7 +255,7 @@ impl MemoryClient {
             let leaving = client.leaving.load(Ordering::Relaxed);
             !leaving && since.is_some_and(|since| now.duration_since(since) >= SLOW)
         });
-        let held = |client: &Arc<Client>| client.held.load(Ordering::Relaxed);
+        let held = |client: &Arc<ClientShare>| client.held.load(Ordering::Relaxed);
         let greediest = slow.max_by_key(|client| held(client));
         let greediest = greediest.filter(|client| held(client) > self.held());
         if let Some(client) = greediest {
@@ -268,7 +268,7 @@ impl MemoryClient {
 
 /// Memory of a request, which dropping this gives back.
 pub struct MemoryCharge {
-    client: Arc<Client>,
+    client: Arc<ClientShare>,
     bytes: u64,
 }
 

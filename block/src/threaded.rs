@@ -59,8 +59,8 @@ pub trait SyncBackend: Send + Sync + 'static {
 /// out what was submitted, and end.
 pub struct ThreadedDisk<B> {
     /// Dropped first, so that the backend is dropped where the disk is.
-    threads: Arc<Threads>,
-    shared: Arc<SharedState<B>>,
+    threads: Arc<DiskThreads>,
+    shared: Arc<SharedBackend<B>>,
 }
 
 impl<B: SyncBackend> ThreadedDisk<B> {
@@ -92,7 +92,7 @@ impl<B: SyncBackend> ThreadedDisk<B> {
         if threads == 0 {
             return refuse("a disk with 0 threads: give at least 1".to_owned());
         }
-        let shared = Arc::new(SharedState {
+        let shared = Arc::new(SharedBackend {
             sectors: bytes / SECTOR_SIZE,
             read_only,
             write_cache: AtomicBool::new(true),
@@ -101,7 +101,7 @@ impl<B: SyncBackend> ThreadedDisk<B> {
             backend,
         });
         let (jobs, waiting) = channel();
-        let mut started = Threads {
+        let mut started = DiskThreads {
             jobs: Some(jobs),
             threads: Vec::new(),
         };
@@ -126,16 +126,16 @@ impl<B: SyncBackend> ThreadedDisk<B> {
 struct QueuedRequest {
     token: u64,
     operation: Operation,
-    mailbox: Arc<Mailbox>,
+    mailbox: Arc<EndedRequests>,
 }
 
 /// Where a queue finds its requests that have ended.
-struct Mailbox {
+struct EndedRequests {
     ended: Mutex<Vec<Completion>>,
     event: EventFd,
 }
 
-impl Mailbox {
+impl EndedRequests {
     fn put(&self, token: u64, result: Result<Option<Buffer>, Failure>) {
         locked(&self.ended).push(Completion { token, result });
         // Fails only when it is readable already.
@@ -144,13 +144,13 @@ impl Mailbox {
 }
 
 /// The threads, and the way to them. Dropping it ends them, after what was submitted.
-struct Threads {
+struct DiskThreads {
     /// `None` only while dropping.
     jobs: Option<Sender<QueuedRequest>>,
     threads: Vec<JoinHandle<()>>,
 }
 
-impl Drop for Threads {
+impl Drop for DiskThreads {
     fn drop(&mut self) {
         self.jobs = None;
         for thread in self.threads.drain(..) {
@@ -160,7 +160,7 @@ impl Drop for Threads {
     }
 }
 
-struct SharedState<B> {
+struct SharedBackend<B> {
     backend: B,
     sectors: u64,
     read_only: bool,
@@ -174,7 +174,7 @@ struct SharedState<B> {
 struct Flushes {
     /// A thread flushes, and goes on until nobody waits.
     running: bool,
-    waiting: Vec<(u64, Arc<Mailbox>)>,
+    waiting: Vec<(u64, Arc<EndedRequests>)>,
 }
 
 /// Locks `mutex`. What these locks guard is whole at every step.
@@ -182,7 +182,7 @@ fn locked<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-impl<B: SyncBackend> SharedState<B> {
+impl<B: SyncBackend> SharedBackend<B> {
     /// Serves requests until nobody can submit any.
     fn serve(&self, jobs: &Mutex<Receiver<QueuedRequest>>) {
         loop {
@@ -246,7 +246,7 @@ impl<B: SyncBackend> SharedState<B> {
     }
 
     /// Flushes for this waiter, or has the thread do it that flushes already.
-    fn flush(&self, waiter: (u64, Arc<Mailbox>)) {
+    fn flush(&self, waiter: (u64, Arc<EndedRequests>)) {
         let mut flushes = locked(&self.flushes);
         flushes.waiting.push(waiter);
         if flushes.running {
@@ -313,7 +313,7 @@ impl<B: SyncBackend> Backend for ThreadedDisk<B> {
     }
 
     fn open_queue(&self) -> io::Result<Box<dyn BackendQueue>> {
-        let mailbox = Mailbox {
+        let mailbox = EndedRequests {
             ended: Mutex::default(),
             event: EventFd::new(EFD_NONBLOCK)?,
         };
@@ -331,8 +331,8 @@ impl<B: SyncBackend> Backend for ThreadedDisk<B> {
 
 /// One queue of a [`ThreadedDisk`].
 struct ThreadedQueue {
-    threads: Arc<Threads>,
-    mailbox: Arc<Mailbox>,
+    threads: Arc<DiskThreads>,
+    mailbox: Arc<EndedRequests>,
 }
 
 impl BackendQueue for ThreadedQueue {

@@ -24,7 +24,7 @@ use crate::format::{
 };
 use crate::index::{Location, Piece};
 use crate::log::disk_state::DiskState;
-use crate::log::image::Image;
+use crate::log::image::DiskImage;
 use crate::medium::checksum;
 use crate::medium::directory::Medium;
 use crate::medium::file::{CachedFile, DataFile, Engine, ReadFile, Segment};
@@ -378,7 +378,7 @@ fn recover_once(files: &Files) -> Result<(u64, u64, Extents)> {
     let disks = control.control.disks.iter();
     let states: Vec<Arc<DiskState>> = disks
         .map(|disk| {
-            let base = Image::new(Arc::new(files.file(0)), None);
+            let base = DiskImage::new(Arc::new(files.file(0)), None);
             Arc::new(DiskState::new(disk, &DiskOptions::new(path), base))
         })
         .collect();

@@ -330,7 +330,7 @@ impl<S: ChunkSource> FetchRun<'_, S> {
 
     /// Works until everything is there.
     fn help(&self) {
-        let _ending = PanicGuard(self);
+        let _ending = FetchGuard(self);
         let mut state = self.lock();
         loop {
             match self.next(&mut state) {
@@ -581,9 +581,9 @@ impl<S: ChunkSource> Drop for EndGuard<'_, '_, S> {
 }
 
 /// Ends a run if its thread panics.
-struct PanicGuard<'a, 'b, S: ChunkSource>(&'a FetchRun<'b, S>);
+struct FetchGuard<'a, 'b, S: ChunkSource>(&'a FetchRun<'b, S>);
 
-impl<S: ChunkSource> Drop for PanicGuard<'_, '_, S> {
+impl<S: ChunkSource> Drop for FetchGuard<'_, '_, S> {
     fn drop(&mut self) {
         if thread::panicking() {
             self.0.end();

@@ -10,7 +10,7 @@ use crate::Buffer;
 use crate::error::Result;
 use crate::log::admission::RoomNeed;
 use crate::log::holds::ExportLook;
-use crate::log::image::Image;
+use crate::log::image::DiskImage;
 use crate::log::state::Log;
 use crate::medium::copying::{COPY_BYTES, KERNEL_COPY_BYTES};
 use crate::medium::segment::LogRead;
@@ -54,7 +54,7 @@ pub(crate) struct DiskPart {
 /// The data of a part of the disk.
 pub(crate) enum PartData {
     /// This range of the image at this path.
-    Image(Arc<Image>, PathBuf, Range<u64>),
+    Image(Arc<DiskImage>, PathBuf, Range<u64>),
     /// Bytes of the log, and where they are on the disk.
     Bytes(Buffer, u64),
 }

@@ -16,7 +16,7 @@ use crate::checkpoint::pace::CopyPace;
 use crate::error::{Error, ErrorKind, Result};
 use crate::format::{Control, DiskEntry};
 use crate::index::ExtentMap;
-use crate::keeper::machine::{CopyEvent, Phase};
+use crate::keeper::machine::{CopyEvent, CopyPhase};
 use crate::keeper::{Keeper, NewGeneration};
 use crate::log::commit::Commit;
 use crate::log::disk_state::DiskState;
@@ -284,7 +284,7 @@ impl Keeper {
     }
 
     /// What it is doing.
-    pub(crate) fn phase(&self) -> Phase {
+    pub(crate) fn phase(&self) -> CopyPhase {
         self.phase
     }
 

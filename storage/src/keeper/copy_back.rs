@@ -15,7 +15,7 @@ use crate::format::Control;
 use crate::keeper::Keeper;
 use crate::keeper::checkpoint::{announce_writes, settle};
 use crate::log::disk_state::DiskState;
-use crate::log::file_thread::Answer;
+use crate::log::file_thread::FileAnswer;
 use crate::log::spill::{Spill, SpillPaths, is_spill};
 use crate::medium::cost::MediumCost;
 use crate::medium::filesystem::remove_leftover;
@@ -57,7 +57,7 @@ impl CopyBack {
 
 /// One pass over what the image lacks.
 struct CopyRound {
-    answer: Answer<Result<()>>,
+    answer: FileAnswer<Result<()>>,
     control: Arc<RoundControl>,
     /// The parts that were copied, and when this was last seen to change.
     seen: (u64, Instant),

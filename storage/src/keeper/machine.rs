@@ -22,7 +22,7 @@ use crate::log::orders::KeeperTask;
 
 /// What the keeper is doing.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub(crate) enum Phase {
+pub(crate) enum CopyPhase {
     /// It copies nothing. It may be waiting for work, serving orders, or deciding what to copy.
     #[default]
     Idle,
@@ -55,7 +55,7 @@ pub(crate) enum CopyEvent {
     Ended,
 }
 
-impl Phase {
+impl CopyPhase {
     /// What the keeper does after this event.
     ///
     /// # Panics
@@ -91,13 +91,13 @@ mod tests {
 
     use super::*;
 
-    const PHASES: [Phase; 6] = [
-        Phase::Idle,
-        Phase::Draining,
-        Phase::Saving,
-        Phase::Announcing,
-        Phase::Copying,
-        Phase::Settling,
+    const PHASES: [CopyPhase; 6] = [
+        CopyPhase::Idle,
+        CopyPhase::Draining,
+        CopyPhase::Saving,
+        CopyPhase::Announcing,
+        CopyPhase::Copying,
+        CopyPhase::Settling,
     ];
 
     #[test]
@@ -109,14 +109,14 @@ mod tests {
             CopyEvent::Announced,
             CopyEvent::Copied,
         ];
-        let mut phase = Phase::Idle;
+        let mut phase = CopyPhase::Idle;
         for (event, expected) in events.into_iter().zip(&PHASES[1..]) {
             phase = phase.next(event);
             assert_eq!(phase, *expected);
-            assert_eq!(phase.next(CopyEvent::Ended), Phase::Idle);
+            assert_eq!(phase.next(CopyEvent::Ended), CopyPhase::Idle);
         }
-        let again = Phase::Saving.next(CopyEvent::SnapshotDeleted);
-        assert_eq!(again, Phase::Saving);
+        let again = CopyPhase::Saving.next(CopyEvent::SnapshotDeleted);
+        assert_eq!(again, CopyPhase::Saving);
     }
 
     #[test]

@@ -23,7 +23,7 @@ use crate::checkpoint::copy::UnansweredIo;
 use crate::error::{Error, ErrorKind, Result};
 use crate::format::Control;
 use crate::keeper::copy_back::CopyBack;
-use crate::keeper::machine::Phase;
+use crate::keeper::machine::CopyPhase;
 use crate::keeper::saved_file::SavedFileWriter;
 use crate::keeper::troubles::Troubles;
 use crate::log::admission::RoomNeed;
@@ -59,7 +59,7 @@ pub(crate) struct Keeper {
     /// The disks whose images get a new generation in this checkpoint, and parts that it writes.
     pub(super) new_generations: Vec<NewGeneration>,
     /// What it is doing.
-    phase: Phase,
+    phase: CopyPhase,
     /// The saved files that this keeper's copies add to.
     pub(super) saving: Option<SavedFileWriter>,
     /// The LSN of the snapshot whose saved records this keeper has made durable, and how many there
@@ -94,7 +94,7 @@ impl Keeper {
             cost: None,
             copying: None,
             new_generations: Vec::new(),
-            phase: Phase::Idle,
+            phase: CopyPhase::Idle,
             saving: None,
             saved: (0, 0),
             copies_back: BTreeMap::new(),

@@ -24,7 +24,7 @@ const QUICK: Duration = Duration::from_micros(400);
 const MOST_MISSES: u32 = 6;
 
 #[derive(Debug, Default, PartialEq, Eq)]
-enum Phase {
+enum DelayPhase {
     #[default]
     Idle,
     /// A delay is running until this time.
@@ -37,7 +37,7 @@ enum Phase {
 #[derive(Debug, Default)]
 pub(crate) struct CommitDelay {
     wait: CommitWait,
-    phase: Phase,
+    phase: DelayPhase,
     /// Smoothed duration of a sync.
     sync_time: Duration,
     /// Waiters served by the last group, plus those already waiting when it ended.
@@ -63,32 +63,32 @@ impl CommitDelay {
         let adaptive = self.wait == CommitWait::default();
         let has_enough = self.has_enough(waiting, complete);
         match self.phase {
-            Phase::Idle if has_enough => true,
-            Phase::Idle if adaptive && self.skip > 0 => {
+            DelayPhase::Idle if has_enough => true,
+            DelayPhase::Idle if adaptive && self.skip > 0 => {
                 self.skip -= 1;
                 true
             }
-            Phase::Idle => {
+            DelayPhase::Idle => {
                 let limit = self.limit();
                 if !limit.is_zero() {
-                    self.phase = Phase::Waiting(sync::now() + limit);
+                    self.phase = DelayPhase::Waiting(sync::now() + limit);
                 }
                 limit.is_zero()
             }
-            Phase::Waiting(_) if has_enough => {
+            DelayPhase::Waiting(_) if has_enough => {
                 self.misses = 0;
-                self.phase = Phase::Idle;
+                self.phase = DelayPhase::Idle;
                 true
             }
-            Phase::Waiting(_) => false,
-            Phase::Over => {
+            DelayPhase::Waiting(_) => false,
+            DelayPhase::Over => {
                 self.misses = if has_enough {
                     0
                 } else {
                     (self.misses + 1).min(MOST_MISSES)
                 };
                 self.skip = (1 << self.misses) - 1;
-                self.phase = Phase::Idle;
+                self.phase = DelayPhase::Idle;
                 true
             }
         }
@@ -97,15 +97,15 @@ impl CommitDelay {
     /// When the running delay ends, if there is one.
     pub(crate) fn deadline(&self) -> Option<Instant> {
         match self.phase {
-            Phase::Waiting(deadline) => Some(deadline),
-            Phase::Idle | Phase::Over => None,
+            DelayPhase::Waiting(deadline) => Some(deadline),
+            DelayPhase::Idle | DelayPhase::Over => None,
         }
     }
 
     /// Whether a group of one waiter would start at once and, judging by recent syncs, end soon.
     /// Counts as quick until a sync has been measured.
     pub(crate) fn is_quick(&self) -> bool {
-        self.sync_time < QUICK && self.phase == Phase::Idle && self.has_enough(1, false)
+        self.sync_time < QUICK && self.phase == DelayPhase::Idle && self.has_enough(1, false)
     }
 
     /// How long a sync takes, smoothed.
@@ -142,13 +142,13 @@ impl CommitDelay {
     /// The delay, if one is running, has run out.
     pub(crate) fn expire(&mut self) {
         if self.deadline().is_some() {
-            self.phase = Phase::Over;
+            self.phase = DelayPhase::Over;
         }
     }
 
     /// Cancels any delay, because a group starts regardless.
     pub(crate) fn interrupt(&mut self) {
-        self.phase = Phase::Idle;
+        self.phase = DelayPhase::Idle;
     }
 
     /// Records a finished group: its sync took `sync_time`, it served `served` waiters, and

@@ -7,7 +7,7 @@ use crate::catalog::rewind::Timeline;
 use crate::error::{Error, Result};
 use crate::format::{DiskEntry, Rewind, Uuid};
 use crate::index::Index;
-use crate::log::image::Image;
+use crate::log::image::DiskImage;
 use crate::log::sharing::SharingCounters;
 use crate::medium::mark::ImageMark;
 use crate::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -22,7 +22,7 @@ pub(crate) struct DiskState {
     pub path: PathBuf,
     /// Capacity. It grows while the disk is open.
     pub sectors: AtomicU64,
-    pub base: Arc<Image>,
+    pub base: Arc<DiskImage>,
     /// The generation in the base image's mark, or in the mark that will be written next.
     pub generation: AtomicU64,
     pub read_only: bool,
@@ -53,7 +53,7 @@ pub(crate) struct DiskState {
 impl DiskState {
     /// The state of a disk from its control file entry; `base` is the image that belongs to the
     /// entry.
-    pub(crate) fn new(entry: &DiskEntry, options: &DiskOptions, base: Image) -> Self {
+    pub(crate) fn new(entry: &DiskEntry, options: &DiskOptions, base: DiskImage) -> Self {
         Self {
             id: entry.id.get(),
             uuid: entry.disk,

@@ -22,9 +22,9 @@ pub(crate) struct FileThread {
 
 /// The answer of an operation.
 #[derive(Debug)]
-pub(crate) struct Answer<T>(Receiver<T>);
+pub(crate) struct FileAnswer<T>(Receiver<T>);
 
-impl<T> Answer<T> {
+impl<T> FileAnswer<T> {
     /// Waits for it, not longer than this. `None`: the operation has not ended.
     pub(crate) fn wait(&self, limit: Duration) -> Option<T> {
         self.0.recv_timeout(limit).ok()
@@ -68,7 +68,7 @@ impl FileThread {
         &self,
         here: bool,
         operation: impl FnOnce() -> T + Send + 'static,
-    ) -> Answer<T> {
+    ) -> FileAnswer<T> {
         assert!(
             !self.busy.swap(true, Ordering::AcqRel),
             "one operation at a time"
@@ -89,7 +89,7 @@ impl FileThread {
             Some(jobs) => jobs.send(job).expect("the thread lives as long as this"),
             None => job(),
         }
-        Answer(receiver)
+        FileAnswer(receiver)
     }
 }
 

@@ -7,7 +7,7 @@ use std::os::fd::RawFd;
 use std::time::Duration;
 
 use crate::SECTOR_SIZE;
-use crate::log::file_thread::{Answer, FileThread};
+use crate::log::file_thread::{FileAnswer, FileThread};
 use crate::log::spill::Spill;
 use crate::medium::file::{DataFile, ReadFile};
 use crate::sync::atomic::{AtomicBool, Ordering};
@@ -15,7 +15,7 @@ use crate::sync::{Arc, RwLock};
 
 /// A disk's image. It reads as its file and the [spill file](crate::log::spill) together.
 #[derive(Debug)]
-pub(crate) struct Image {
+pub(crate) struct DiskImage {
     /// The image alone.
     file: Arc<dyn DataFile>,
     /// Whether there is a spill file, for readers that look without the lock.
@@ -24,7 +24,7 @@ pub(crate) struct Image {
     thread: FileThread,
 }
 
-impl Image {
+impl DiskImage {
     pub(crate) fn new(file: Arc<dyn DataFile>, spill: Option<Arc<Spill>>) -> Self {
         Self {
             file,
@@ -47,7 +47,7 @@ impl Image {
     pub(crate) fn begin<T: Send + 'static>(
         &self,
         operation: impl FnOnce() -> T + Send + 'static,
-    ) -> io::Result<Answer<T>> {
+    ) -> io::Result<FileAnswer<T>> {
         if self.thread.is_busy() {
             return Err(unanswered());
         }
@@ -140,7 +140,7 @@ fn unanswered() -> io::Error {
     io::Error::new(io::ErrorKind::TimedOut, "the image does not answer")
 }
 
-impl ReadFile for Image {
+impl ReadFile for DiskImage {
     fn read_exact_at(&self, buffer: &mut [u8], offset: u64) -> io::Result<()> {
         if !self.is_spilled() {
             return self.file.read_exact_at(buffer, offset);

@@ -515,7 +515,7 @@ fn add(segments: &mut Vec<Arc<Segment>>, segment: &Arc<Segment>) {
 #[cfg(test)]
 #[cfg(not(feature = "shuttle"))]
 pub(crate) mod tests {
-    use crate::log::image::Image;
+    use crate::log::image::DiskImage;
     use std::panic::{AssertUnwindSafe, catch_unwind};
 
     use zerocopy::FromZeros;
@@ -545,7 +545,7 @@ pub(crate) mod tests {
         let disk = DiskState::new(
             &DiskEntry::new_zeroed(),
             &DiskOptions::new("disk"),
-            Image::new(Arc::new(tempfile::tempfile().unwrap()), None),
+            DiskImage::new(Arc::new(tempfile::tempfile().unwrap()), None),
         );
         let (disk, segment) = (Arc::new(disk), segment());
         let mut pipeline = Pipeline::new(1, 0, 0, 1);

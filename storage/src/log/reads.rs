@@ -10,7 +10,7 @@ use slab::Slab;
 use smallvec::SmallVec;
 
 use crate::index::{Location, Piece};
-use crate::log::image::Image;
+use crate::log::image::DiskImage;
 use crate::log::waiters::{Mailbox, PortReads};
 use crate::medium::file::{DataFile, Engine, Io, IoCompletion, ReadSource};
 use crate::medium::segment::LogRead;
@@ -23,11 +23,11 @@ use crate::{
 pub(crate) struct ReadPart {
     pub sector: u64,
     pub sectors: u64,
-    pub origin: Origin,
+    pub origin: PartOrigin,
 }
 
 /// Where a part's bytes come from.
-pub(crate) enum Origin {
+pub(crate) enum PartOrigin {
     /// In memory, from `offset` of the payload on.
     Memory {
         payload: SharedBuffer,
@@ -43,7 +43,7 @@ pub(crate) enum Origin {
 
 impl ReadPart {
     /// The parts for a piece of an index over the image `base`.
-    pub(crate) fn of(piece: Piece, base: &Image) -> SmallVec<[Self; 1]> {
+    pub(crate) fn of(piece: Piece, base: &DiskImage) -> SmallVec<[Self; 1]> {
         let Piece {
             sector,
             sectors,
@@ -51,18 +51,18 @@ impl ReadPart {
         } = piece;
         let len = (sectors * SECTOR_SIZE) as usize;
         let origin = match place {
-            Some(Location::Memory { payload, offset }) => Origin::Memory { payload, offset },
+            Some(Location::Memory { payload, offset }) => PartOrigin::Memory { payload, offset },
             Some(Location::Log { segment, offset }) => {
-                Origin::Log(LogRead::new(segment, offset, len))
+                PartOrigin::Log(LogRead::new(segment, offset, len))
             }
-            Some(Location::Zero { .. }) => Origin::Zero,
+            Some(Location::Zero { .. }) => PartOrigin::Zero,
             None => {
                 let mut parts = SmallVec::new();
                 base.visit(sector..sector + sectors, |part, file| {
                     parts.push(Self {
                         sector: part.start,
                         sectors: part.end - part.start,
-                        origin: Origin::File(file.clone()),
+                        origin: PartOrigin::File(file.clone()),
                     });
                 });
                 return parts;
@@ -134,7 +134,7 @@ impl InFlightReads {
             let bytes = (part.sectors * SECTOR_SIZE) as usize;
             whole = bytes == len;
             let (source, offset, bytes) = match part.origin {
-                Origin::Memory { payload, offset } => {
+                PartOrigin::Memory { payload, offset } => {
                     let bytes = &payload[offset..offset + bytes];
                     if whole {
                         buffer = Buffer::try_for_overwrite(len).ok();
@@ -146,14 +146,16 @@ impl InFlightReads {
                     all[at..at + bytes.len()].copy_from_slice(bytes);
                     continue;
                 }
-                Origin::Zero => continue,
-                Origin::Log(read) => {
+                PartOrigin::Zero => continue,
+                PartOrigin::Log(read) => {
                     let (offset, bytes) = (read.offset(), read.bytes());
                     let source = ReadSource::Segment(read.segment().clone());
                     logged.push((skipped, read));
                     (source, offset, bytes)
                 }
-                Origin::File(file) => (ReadSource::File(file), part.sector * SECTOR_SIZE, bytes),
+                PartOrigin::File(file) => {
+                    (ReadSource::File(file), part.sector * SECTOR_SIZE, bytes)
+                }
             };
             let Ok(part) = Buffer::try_for_overwrite(bytes) else {
                 failed = true;

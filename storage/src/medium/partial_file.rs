@@ -110,12 +110,12 @@ pub(crate) struct ChunkGate {
     sign: Mutex<(u32, Instant)>,
     /// From when on reads fail instead of waiting, for [`REFUSAL`].
     refusal: Mutex<Option<Instant>>,
-    waiters: Mutex<Waiters>,
+    waiters: Mutex<ChunkWaiters>,
 }
 
 /// Who is woken when chunks come.
 #[derive(Debug, Default)]
-struct Waiters {
+struct ChunkWaiters {
     /// By descriptor, so that an engine that waits for several chunks is here once.
     events: HashMap<RawFd, Event>,
     /// Whether the thread runs that wakes them.

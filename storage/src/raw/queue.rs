@@ -52,7 +52,7 @@ struct RawRequest {
 }
 
 /// What a request needs.
-enum Work {
+enum RawWork {
     /// An operation of the engine.
     Move(RawStep, Io),
     /// Make durable what was written.
@@ -94,7 +94,7 @@ impl RawQueue {
     }
 
     /// Checks `operation` and returns the work that it needs.
-    fn work(&self, operation: Operation) -> Result<Work, Failure> {
+    fn work(&self, operation: Operation) -> Result<RawWork, Failure> {
         let shared = &self.shared;
         let changes = !matches!(operation, Operation::Read { .. } | Operation::Flush);
         if changes && shared.image.read_only() {
@@ -133,11 +133,11 @@ impl RawQueue {
             } => self.zero(sector, sectors, unmap)?,
             // Nothing was written, or nobody wants durability.
             Operation::Flush if shared.image.read_only() || shared.no_sync => {
-                return Ok(Work::Nothing);
+                return Ok(RawWork::Nothing);
             }
-            Operation::Flush => return Ok(Work::Sync),
+            Operation::Flush => return Ok(RawWork::Sync),
         };
-        Ok(Work::Move(step, io))
+        Ok(RawWork::Move(step, io))
     }
 
     /// A write of the first `len` bytes of `buffer` at this byte of the file.
@@ -215,12 +215,12 @@ impl BackendQueue for RawQueue {
     fn submit(&mut self, token: u64, operation: Operation) {
         let durably = self.shared.syncs_each_write();
         let result = match self.work(operation) {
-            Ok(Work::Move(step, io)) => {
+            Ok(RawWork::Move(step, io)) => {
                 let durably = durably && !matches!(step, RawStep::Read);
                 return self.start(token, durably, (step, io));
             }
-            Ok(Work::Sync) => return self.syncer.submit(token, &self.mailbox),
-            Ok(Work::Nothing) => Ok(None),
+            Ok(RawWork::Sync) => return self.syncer.submit(token, &self.mailbox),
+            Ok(RawWork::Nothing) => Ok(None),
             Err(failure) => Err(failure),
         };
         self.done.push(Completion { token, result });

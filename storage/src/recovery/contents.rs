@@ -76,7 +76,7 @@ pub(crate) struct SegmentContents {
 
 /// Where in a segment the next batch is expected, and what it must have to be that batch.
 #[derive(Clone, Debug)]
-pub(crate) struct Chain {
+pub(crate) struct BatchChain {
     pub sequence: U64,
     pub salt: U64,
     pub offset: u64,
@@ -86,7 +86,7 @@ pub(crate) struct Chain {
     pub room: u64,
 }
 
-impl Chain {
+impl BatchChain {
     /// At the beginning of the segment with this header.
     pub(crate) fn new(header: &SegmentHeader, room: u64) -> Self {
         Self {
@@ -170,7 +170,7 @@ impl SegmentContents {
         limit: Option<u64>,
     ) -> Result<()> {
         let log = &candidate.header.log;
-        let mut chain = Chain::new(&candidate.header, window.size());
+        let mut chain = BatchChain::new(&candidate.header, window.size());
         // Read on to the first thing that is not the next batch, even where the next segment says
         // that no batch follows.
         while let Some(mut batch) = Batch::at(window, log, chain.offset)? {
@@ -232,7 +232,7 @@ fn summary(candidate: &Candidate, size: u64, limit: u64) -> Option<Vec<Batch>> {
     }
     let bytes = if len > BLOCK { read(len)? } else { block };
     let mut rest = footer.headers(&bytes)?;
-    let mut chain = Chain::new(&candidate.header, size - len as u64);
+    let mut chain = BatchChain::new(&candidate.header, size - len as u64);
     let mut batches = Vec::new();
     while !rest.is_empty() {
         let (batch, len) = Batch::parse(rest, &header.log, chain.offset)?;

@@ -20,7 +20,7 @@ use crate::catalog::retention::Retention;
 use crate::error::{Error, ErrorKind, Result};
 use crate::format::DiskEntry;
 use crate::log::disk_state::DiskState;
-use crate::log::image::Image;
+use crate::log::image::DiskImage;
 use crate::log::spill::Spill;
 use crate::medium::file::{DataFile, set_size};
 use crate::medium::filesystem::{self, OpenMode, PathKind, files};
@@ -692,7 +692,7 @@ fn enter(base: OpenBase, place: usize, control: &mut ControlFile) -> Result<Arc<
     entry.renew_samples(base.file.as_ref());
     let spill = Spill::of(control, disk_id, OpenMode::Existing)?;
     let entry = &control.control.disks[place];
-    let image = Image::new(base.file.into(), spill);
+    let image = DiskImage::new(base.file.into(), spill);
     let mut state = DiskState::new(entry, &base.options, image);
     let written = written(state.base.file().as_ref());
     control.control.set_written(disk_id, written);

@@ -26,7 +26,7 @@ use crate::log::commit::Commit;
 use crate::medium::file::{DataFile, Segment};
 use crate::medium::filesystem::{OpenMode, files};
 use crate::recovery::batch::Batch;
-use crate::recovery::contents::{Chain, read_header};
+use crate::recovery::contents::{BatchChain, read_header};
 use crate::recovery::window::Window;
 use crate::store::log_root::LogRoot;
 use crate::sync::Arc;
@@ -118,7 +118,7 @@ enum FollowerPlace {
 
 struct OpenSegment {
     segment: Segment,
-    chain: Chain,
+    chain: BatchChain,
     /// All records up to here are on the medium.
     durable_lsn: u64,
 }
@@ -218,7 +218,7 @@ impl LogFollower {
                         "the segment after sequence {first_sequence} was recycled"
                     )));
                 }
-                return self.open(first, Chain::new(header, self.segment_size));
+                return self.open(first, BatchChain::new(header, self.segment_size));
             }
             FollowerPlace::After(place) => place,
         };
@@ -254,10 +254,10 @@ impl LogFollower {
             ))),
             (_, Some(lsn)) if lsn == place.lsn => {
                 let next = next.expect("found above");
-                self.open(next, Chain::new(&next.header, self.segment_size))
+                self.open(next, BatchChain::new(&next.header, self.segment_size))
             }
             (Some(here), _) if self.open.is_none() => {
-                let chain = Chain {
+                let chain = BatchChain {
                     sequence: U64::new(place.sequence),
                     salt: U64::new(place.salt),
                     offset: place.offset,
@@ -307,7 +307,7 @@ impl LogFollower {
         let file = file.map_err(|e| Error::io("open the log segment", &found.path, e))?;
         let segment = Arc::new(Segment::new(found.path.clone(), file));
         let mut window = Window::new(&segment, BLOCK as u64, self.segment_size);
-        let mut chain = Chain::new(&found.header, self.segment_size);
+        let mut chain = BatchChain::new(&found.header, self.segment_size);
         while chain.offset < place.offset {
             match Batch::at(&mut window, &self.log, chain.offset)? {
                 Some(batch) if chain.follows(&batch) => chain.advance(&batch),
@@ -364,8 +364,8 @@ impl LogFollower {
         Ok(header)
     }
 
-    fn open(&mut self, found: &FoundSegment, chain: Chain) -> Result<Advance> {
-        let at = |chain: &Chain| (chain.salt, chain.offset);
+    fn open(&mut self, found: &FoundSegment, chain: BatchChain) -> Result<Advance> {
+        let at = |chain: &BatchChain| (chain.salt, chain.offset);
         if self
             .open
             .as_ref()
@@ -457,7 +457,7 @@ impl OpenSegment {
 }
 
 /// Whether a segment still begins with the header with which its chain does.
-fn is_header_of(chain: &Chain, bytes: &[u8]) -> bool {
+fn is_header_of(chain: &BatchChain, bytes: &[u8]) -> bool {
     match SegmentHeader::decode(bytes) {
         DecodeResult::Valid(header) => {
             (header.salt, header.crc) == (chain.salt, chain.previous_crc)
@@ -511,7 +511,7 @@ impl<'a> PieceReader<'a> {
     }
 
     /// Takes the whole batches that `bytes`, which come next, begin with.
-    fn take(&mut self, bytes: &[u8], chain: &mut Chain, path: &Path) -> Result<TakeOutcome> {
+    fn take(&mut self, bytes: &[u8], chain: &mut BatchChain, path: &Path) -> Result<TakeOutcome> {
         let from = self.offset + self.bytes.len() as u64;
         let before = (chain.offset - from) as usize;
         let mut end = before;
@@ -574,7 +574,7 @@ impl<'a> PieceReader<'a> {
         self.durable_lsn = self.durable_lsn.max(header.durable_lsn.get());
     }
 
-    fn end(self, chain: &Chain) -> Option<LogPiece> {
+    fn end(self, chain: &BatchChain) -> Option<LogPiece> {
         Some(LogPiece {
             sequence: chain.sequence.get(),
             offset: self.offset,
@@ -647,7 +647,7 @@ fn is_whole(batch: &Batch, bytes: &[u8]) -> bool {
 /// Checks that pieces are what a follower has read: whole batches that follow each other.
 #[derive(Default)]
 pub struct PieceChecker {
-    chain: Option<Chain>,
+    chain: Option<BatchChain>,
     log: Uuid,
 }
 
@@ -684,7 +684,7 @@ impl PieceChecker {
                 if header.log != self.log || header.sequence.get() != sequence || !follows {
                     return Err(damaged("the segment does not follow the one before"));
                 }
-                known.insert(Chain::new(&header, u64::MAX))
+                known.insert(BatchChain::new(&header, u64::MAX))
             }
             (Some(chain), _) if (chain.sequence.get(), chain.offset) == (sequence, offset) => chain,
             _ => return Err(damaged("it does not follow the piece before")),

@@ -9,7 +9,7 @@ use crate::catalog::snapshot::SavedFiles;
 use crate::error::Error;
 use crate::index::{ExtentLimit, IndexMemory};
 use crate::log::commit::{PositionCache, SavedExtentsCache};
-use crate::log::image::Image;
+use crate::log::image::DiskImage;
 use crate::medium::copying::NamedSource;
 use crate::medium::engine;
 use crate::store::view::{Layers, View};
@@ -59,7 +59,7 @@ impl Look {
             scratch: sized(scratch, view.size, &disk.path, &limit)?,
             path: disk.path.clone(),
             sectors: view.size / SECTOR_SIZE,
-            base: Arc::new(Image::new(view.base.file.into(), view.reader.spill())),
+            base: Arc::new(DiskImage::new(view.base.file.into(), view.reader.spill())),
             extents: view.extents,
             hold: LogHold::Closed {
                 engine,

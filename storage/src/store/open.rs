@@ -20,7 +20,7 @@ use crate::log::counters::Counters;
 use crate::log::disk_state::DiskState;
 use crate::log::group_commit::Writer;
 use crate::log::holds::Holds;
-use crate::log::image::Image;
+use crate::log::image::DiskImage;
 use crate::log::pipeline::Pipeline;
 use crate::log::ring::SegmentRing;
 use crate::log::spill::Spill;
@@ -172,7 +172,7 @@ impl Store {
             let known = &control.control;
             let entry = &known.disks[place];
             let spill = Spill::of(&control, entry.id.get(), OpenMode::Read)?;
-            let image = Image::new(base.file.into(), spill);
+            let image = DiskImage::new(base.file.into(), spill);
             let mut state = DiskState::new(entry, &options, image);
             state.rewinds = Mutex::new(known.rewinds_of(state.id).copied().collect());
             state.since_lsn = known.since(state.id);

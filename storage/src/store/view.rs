@@ -10,7 +10,7 @@ use crate::catalog::options::DiskOptions;
 use crate::error::{Error, ErrorKind, Result};
 use crate::format::DiskEntry;
 use crate::index::{ExtentMap, Location, Piece};
-use crate::log::image::Image;
+use crate::log::image::DiskImage;
 use crate::log::ring::LiveSegment;
 use crate::log::spill::Spill;
 use crate::medium::copying::{COPY_BYTES, NamedSource, parts};
@@ -45,7 +45,7 @@ pub(crate) struct View {
     pub rewound: bool,
     /// The base image through the page cache, because holes need not be aligned to the medium's
     /// sectors.
-    pub reader: Image,
+    pub reader: DiskImage,
 }
 
 /// Where the bytes of a range of the disk are.
@@ -371,7 +371,7 @@ impl View {
             live: Vec::new(),
             last_lsn: 0,
             rewound: false,
-            reader: Image::new(reader.into(), spill),
+            reader: DiskImage::new(reader.into(), spill),
         };
         if let Some(mut log) = log {
             (view.size, view.extents) = (log.entry().size.get(), log.take_extents());

@@ -27,8 +27,8 @@ use crate::index::{ExtentLimit, ExtentMap, Piece};
 use crate::log::commit::{Commit, PositionCache, SavedExtentsCache};
 use crate::log::disk_state::DiskState;
 use crate::log::holds::{HeldLog, OpenHold};
-use crate::log::image::Image;
-use crate::log::reads::{InFlightReads, Origin, ReadPart, check_read};
+use crate::log::image::DiskImage;
+use crate::log::reads::{InFlightReads, PartOrigin, ReadPart, check_read};
 use crate::log::ring::LiveSegment;
 use crate::log::state::Log;
 use crate::medium::engine;
@@ -65,7 +65,7 @@ pub struct Look {
 pub(crate) struct PastDisk {
     pub path: PathBuf,
     pub sectors: u64,
-    pub base: Arc<Image>,
+    pub base: Arc<DiskImage>,
     pub extents: ExtentMap,
     pub scratch: Option<Scratch>,
     /// The log's segments, and their size in bytes.
@@ -195,8 +195,8 @@ impl PastDisk {
                 sector: sectors.start,
                 sectors: sectors.end - sectors.start,
                 origin: match (content, scratch) {
-                    (ScratchContent::Written, Some(scratch)) => Origin::File(scratch.file()),
-                    _ => Origin::Zero,
+                    (ScratchContent::Written, Some(scratch)) => PartOrigin::File(scratch.file()),
+                    _ => PartOrigin::Zero,
                 },
             }]),
         }

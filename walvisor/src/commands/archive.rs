@@ -13,7 +13,7 @@ use rustix::fs::Mode;
 use rustix::io::Errno;
 use serde_json::{Value, json};
 use walvisor_archive::{
-    Archive, ArchiveUrl, ErrorKind, ExpireOptions, ExpireReport, Replica, ReplicaState,
+    Archive, ArchiveUrl, ErrorKind, ExpireOptions, ExpireReport, Replica, ReplicaReport,
     RestoreReport, RestoredDisk, Tick, UploadOptions, Uploader, expire, restore, serve, survey,
     verify,
 };
@@ -869,7 +869,7 @@ fn report_disks(disks: &[RestoredDisk], json: bool) {
     }
 }
 
-fn report_followed(state: &ReplicaState, json: bool) {
+fn report_followed(state: &ReplicaReport, json: bool) {
     if json {
         let mut line = point_json(state.last);
         line["records"] = state.records.into();

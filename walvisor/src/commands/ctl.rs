@@ -19,7 +19,9 @@ use super::serve::nbd::unix_uri;
 use super::serve::saving::{self, ServedPool};
 use super::socket::bind;
 use super::socket_names::SocketNames;
-use crate::control_socket::{CONTROL_MODE, ControlCommand, Format, LookRequest, ask, ask_with};
+use crate::control_socket::{
+    CONTROL_MODE, ControlCommand, LookRequest, StatsFormat, ask, ask_with,
+};
 use crate::disk_spec::DiskCommand;
 use crate::progress::with_bar;
 use crate::size::human_size;
@@ -64,7 +66,7 @@ pub fn run(arguments: &CtlArguments) -> Result<(), CommandError> {
     let answer = ask(socket, request).map_err(CommandError::Failed)?;
     let shown = match request {
         ControlCommand::Stats {
-            format: Format::Prometheus,
+            format: StatsFormat::Prometheus,
         } => text(&answer["text"]),
         _ if *json => format!("{answer}\n"),
         request => answer::shown(request, &answer),

@@ -17,7 +17,7 @@ use walvisor_vmm::vm::TerminationSignals;
 
 use super::CommandError;
 use super::ctl::answer::{latency, shared_with, text};
-use crate::control_socket::{ControlCommand, Format, ask};
+use crate::control_socket::{ControlCommand, StatsFormat, ask};
 use crate::size::human_size;
 use crate::table::{Table, stdout_width};
 
@@ -57,7 +57,7 @@ fn parse_interval(text: &str) -> Result<Duration, String> {
 pub fn run(arguments: &TopArguments) -> Result<(), CommandError> {
     let stats = || {
         let stats = ControlCommand::Stats {
-            format: Format::Json,
+            format: StatsFormat::Json,
         };
         ask(&arguments.socket, &stats).map_err(CommandError::Failed)
     };

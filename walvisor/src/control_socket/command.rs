@@ -65,7 +65,7 @@ impl ControlError {
 /// The format of statistics.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
-pub enum Format {
+pub enum StatsFormat {
     /// As JSON.
     #[default]
     Json,
@@ -73,7 +73,7 @@ pub enum Format {
     Prometheus,
 }
 
-impl Format {
+impl StatsFormat {
     /// What `--prometheus` asks for.
     fn of_flag(prometheus: bool) -> Self {
         if prometheus {
@@ -174,10 +174,10 @@ pub enum ControlCommand {
             long = "prometheus",
             conflicts_with = "json",
             action = ArgAction::SetTrue,
-            value_parser = BoolValueParser::new().map(Format::of_flag)
+            value_parser = BoolValueParser::new().map(StatsFormat::of_flag)
         )]
         #[serde(default)]
-        format: Format,
+        format: StatsFormat,
     },
     /// Stop the vCPUs, and wait until the disks have no requests in flight
     Pause {

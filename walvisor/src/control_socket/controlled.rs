@@ -107,12 +107,12 @@ impl Deref for DiskLease {
 }
 
 /// An entry of the list of disks.
-struct DiskEntry {
+struct ListedDisk {
     listed: DiskLease,
     released: Receiver<()>,
 }
 
-impl From<DiskInUse> for DiskEntry {
+impl From<DiskInUse> for ListedDisk {
     fn from(disk: DiskInUse) -> Self {
         let (_held, released) = channel();
         let listed = DiskLease {
@@ -128,7 +128,7 @@ impl From<DiskInUse> for DiskEntry {
 pub struct ControlledProcess {
     pub(super) kind: DiskCommand,
     pub(super) started: Instant,
-    disks: Mutex<Vec<DiskEntry>>,
+    disks: Mutex<Vec<ListedDisk>>,
     pub(super) power: Power,
     pub(super) looks: Looks,
     pub(super) exports: Exports,
@@ -147,7 +147,7 @@ impl ControlledProcess {
         Self {
             kind,
             started,
-            disks: Mutex::new(disks.into_iter().map(DiskEntry::from).collect()),
+            disks: Mutex::new(disks.into_iter().map(ListedDisk::from).collect()),
             power,
             looks: Looks::default(),
             exports: Exports::default(),
@@ -211,7 +211,7 @@ impl ControlledProcess {
         disks.iter().map(|entry| entry.listed.clone()).collect()
     }
 
-    fn entries(&self) -> MutexGuard<'_, Vec<DiskEntry>> {
+    fn entries(&self) -> MutexGuard<'_, Vec<ListedDisk>> {
         // No panic leaves the list half changed.
         self.disks.lock().unwrap_or_else(PoisonError::into_inner)
     }
@@ -225,14 +225,14 @@ impl ControlledProcess {
     /// it. `false`: no disk has this name, or several have.
     pub(super) fn take_off(&self, name: &str) -> bool {
         let mut disks = self.entries();
-        let named = |entry: &DiskEntry| entry.listed.name == name;
+        let named = |entry: &ListedDisk| entry.listed.name == name;
         let [place] = (0..disks.len())
             .filter(|place| named(&disks[*place]))
             .collect::<Vec<_>>()[..]
         else {
             return false;
         };
-        let DiskEntry { listed, released } = disks.remove(place);
+        let ListedDisk { listed, released } = disks.remove(place);
         drop((disks, listed));
         // Nobody sends anything: the wait ends when the last lease, and with it the sender, is
         // dropped.

@@ -31,18 +31,18 @@ pub const MAX_LOOKS: usize = 64;
 /// The open looks. Dropping it ends them.
 #[derive(Default)]
 pub(super) struct Looks {
-    open: Arc<Mutex<Vec<OpenLook>>>,
+    open: Arc<Mutex<Vec<ServedLook>>>,
 }
 
 /// A look that is served.
-struct OpenLook {
+struct ServedLook {
     /// What clients are description of it.
     description: Value,
     end: Stop,
     thread: JoinHandle<()>,
 }
 
-impl OpenLook {
+impl ServedLook {
     fn is(&self, key: &str, value: &str) -> bool {
         self.description[key].as_str() == Some(value)
     }
@@ -55,7 +55,7 @@ impl OpenLook {
     }
 }
 
-fn lock(open: &Mutex<Vec<OpenLook>>) -> MutexGuard<'_, Vec<OpenLook>> {
+fn lock(open: &Mutex<Vec<ServedLook>>) -> MutexGuard<'_, Vec<ServedLook>> {
     // No panic leaves the list half changed.
     open.lock().unwrap_or_else(PoisonError::into_inner)
 }
@@ -113,7 +113,7 @@ impl Looks {
             lock(&all).retain(|served| served.thread.thread().id() != me);
         })?;
         assert!(open.len() < MAX_LOOKS, "checked with the list locked");
-        open.push(OpenLook {
+        open.push(ServedLook {
             description: description.clone(),
             end,
             thread,
@@ -126,7 +126,7 @@ impl Looks {
         let mut open = lock(&self.open);
         let mut found = open.iter().position(|served| served.is("socket", look));
         if found.is_none() {
-            let of_disk = |served: &OpenLook| served.is("disk", look);
+            let of_disk = |served: &ServedLook| served.is("disk", look);
             found = open.iter().position(of_disk);
             if open.iter().filter(|served| of_disk(served)).count() > 1 {
                 return Err(ControlError::new(format_args!(

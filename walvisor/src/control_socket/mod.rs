@@ -32,7 +32,9 @@ mod server;
 mod stats;
 
 pub use client::{ask, ask_with};
-pub use command::{CacheChoice, ControlCommand, ControlError, Format, LimitChange, LookRequest};
+pub use command::{
+    CacheChoice, ControlCommand, ControlError, LimitChange, LookRequest, StatsFormat,
+};
 pub use controlled::{AddedDisk, ControlledProcess, DiskHotplug, Power, RemovalError, SavedPool};
 pub use lines::{MAX_DEPTH, MAX_LINE};
 pub use server::{MAX_CLIENTS, Server};

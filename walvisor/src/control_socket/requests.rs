@@ -17,7 +17,7 @@ use walvisor_storage::{Disk, LogHistory, Retention};
 use walvisor_vmm::disk::DiskInUse;
 
 use super::command::{
-    CacheChoice, ControlCommand, ControlError, Format, LimitChange, LookRequest, MOST_POINTS,
+    CacheChoice, ControlCommand, ControlError, LimitChange, LookRequest, MOST_POINTS, StatsFormat,
 };
 use super::controlled::{
     AddedDisk, ControlledProcess, DiskHotplug, DiskLease, Power, RemovalError, SavedPool,
@@ -42,10 +42,10 @@ impl ControlledProcess {
     pub(super) fn execute(&self, command: &ControlCommand) -> Result<Value, ControlError> {
         match command {
             ControlCommand::Stats {
-                format: Format::Json,
+                format: StatsFormat::Json,
             } => Ok(stats::json(self)),
             ControlCommand::Stats {
-                format: Format::Prometheus,
+                format: StatsFormat::Prometheus,
             } => Ok(json!({ "text": stats::prometheus(self) })),
             ControlCommand::Pause { disk: None } => self.pause(),
             ControlCommand::Pause { disk: Some(name) } => self.pause_disk(name),
@@ -744,7 +744,7 @@ mod tests {
     fn state(controlled: &ControlledProcess) -> Value {
         let stats = controlled
             .execute(&ControlCommand::Stats {
-                format: Format::Json,
+                format: StatsFormat::Json,
             })
             .unwrap();
         stats["state"].clone()

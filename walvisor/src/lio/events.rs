@@ -29,7 +29,7 @@ mod attribute {
 
 /// A change that an administrator asks for.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub enum Change {
+pub enum TargetChange {
     /// Another size, in bytes.
     Size(u64),
     /// Write cache on (writeback) or off (writethrough).
@@ -42,7 +42,7 @@ pub enum Change {
 #[derive(Debug, Default)]
 struct Message {
     device: String,
-    change: Option<Change>,
+    change: Option<TargetChange>,
 }
 
 impl ParseableParametrized<[u8], GenlHeader> for Message {
@@ -56,10 +56,12 @@ impl ParseableParametrized<[u8], GenlHeader> for Message {
             let value = attribute.value();
             match attribute.kind() {
                 attribute::DEVICE => message.device = parse_string(value)?,
-                attribute::CONFIG => message.change = Some(Change::Config(parse_string(value)?)),
-                attribute::SIZE => message.change = Some(Change::Size(parse_u64(value)?)),
+                attribute::CONFIG => {
+                    message.change = Some(TargetChange::Config(parse_string(value)?))
+                }
+                attribute::SIZE => message.change = Some(TargetChange::Size(parse_u64(value)?)),
                 attribute::WRITE_CACHE => {
-                    message.change = Some(Change::WriteCache(parse_u8(value)? != 0));
+                    message.change = Some(TargetChange::WriteCache(parse_u8(value)? != 0));
                 }
                 _ => {}
             }
@@ -99,7 +101,7 @@ impl Events {
     ///
     /// # Errors
     /// If events were lost, or cannot be read.
-    pub fn next(&self) -> io::Result<Option<(String, Change)>> {
+    pub fn next(&self) -> io::Result<Option<(String, TargetChange)>> {
         loop {
             let (bytes, sender) = match self.socket.recv_from_full() {
                 Ok(received) => received,
@@ -117,7 +119,7 @@ impl Events {
     }
 }
 
-fn parse(bytes: &[u8]) -> Option<(String, Change)> {
+fn parse(bytes: &[u8]) -> Option<(String, TargetChange)> {
     let message = NetlinkMessage::<GenlMessage<Message>>::deserialize(bytes).ok()?;
     let NetlinkPayload::InnerMessage(message) = message.payload else {
         return None;
@@ -189,10 +191,18 @@ mod tests {
         let minor = (2, &7_u32.to_ne_bytes()[..]);
         let size = (1_u64 << 40).to_ne_bytes();
         for (kind, value, change) in [
-            (attribute::SIZE, &size[..], Change::Size(1 << 40)),
-            (attribute::WRITE_CACHE, &[0], Change::WriteCache(false)),
-            (attribute::WRITE_CACHE, &[1], Change::WriteCache(true)),
-            (attribute::CONFIG, b"x/y\0", Change::Config("x/y".into())),
+            (attribute::SIZE, &size[..], TargetChange::Size(1 << 40)),
+            (
+                attribute::WRITE_CACHE,
+                &[0],
+                TargetChange::WriteCache(false),
+            ),
+            (attribute::WRITE_CACHE, &[1], TargetChange::WriteCache(true)),
+            (
+                attribute::CONFIG,
+                b"x/y\0",
+                TargetChange::Config("x/y".into()),
+            ),
         ] {
             let event = parse(&message(RECONFIGURE, &[name, minor, (kind, value)]));
             let device = "tcm-user/0/a/walvisor/a.img".to_owned();

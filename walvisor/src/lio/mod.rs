@@ -23,7 +23,7 @@ mod uio;
 
 pub use backstore::{Backstore, BackstoreSpec};
 pub use disk::LioDisk;
-pub use events::{Change, Events};
+pub use events::{Events, TargetChange};
 pub use export::TargetExport;
 pub use target::{LioTarget, TargetError};
 pub use uio::Uio;

@@ -18,7 +18,7 @@ use std::thread::{self, ScopedJoinHandle};
 use walvisor_vmm::disk::OpenDisk;
 
 use super::door::{Doors, with_door};
-use super::pool::{self, Origin, PoolDisk, specs};
+use super::pool::{self, NamedBy, PoolDisk, specs};
 use crate::control_socket::{AddedDisk, DiskHotplug, RemovalError, SavedPool};
 use crate::disk_spec::{DiskSpec, LOG_KEYS, WrittenDisk};
 use crate::disks::{OpenLogs, RemovedDisk, real_path};
@@ -26,18 +26,18 @@ use crate::disks::{OpenLogs, RemovedDisk, real_path};
 /// The logs of a daemon, which the main thread closes at the end. To open a log and to copy its
 /// records to an image may take long, so each has a lock of its own.
 #[derive(Clone)]
-pub(super) struct SharedLogs(Arc<Mutex<BTreeMap<PathBuf, Arc<LogPlace>>>>);
+pub(super) struct SharedLogs(Arc<Mutex<BTreeMap<PathBuf, Arc<LogDirectory>>>>);
 
 /// A directory with a log, or where there was one.
 #[derive(Default)]
-struct LogPlace {
+struct LogDirectory {
     /// The log, if it is open.
     log: Mutex<OpenLogs>,
     /// Whether it was open when this thread, or the one before it, had the lock.
     open: AtomicBool,
 }
 
-impl LogPlace {
+impl LogDirectory {
     fn new(log: OpenLogs) -> Self {
         Self {
             open: AtomicBool::new(!log.is_empty()),
@@ -58,17 +58,17 @@ impl LogPlace {
 impl SharedLogs {
     pub(super) fn new(logs: OpenLogs) -> Self {
         let places = logs.split();
-        let places = places.map(|(directory, log)| (directory, Arc::new(LogPlace::new(log))));
+        let places = places.map(|(directory, log)| (directory, Arc::new(LogDirectory::new(log))));
         Self(Arc::new(Mutex::new(places.collect())))
     }
 
-    fn lock(&self) -> MutexGuard<'_, BTreeMap<PathBuf, Arc<LogPlace>>> {
+    fn lock(&self) -> MutexGuard<'_, BTreeMap<PathBuf, Arc<LogDirectory>>> {
         // No panic leaves the map half changed.
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// The place of a disk's log, or one of no log.
-    fn of(&self, spec: &DiskSpec) -> Arc<LogPlace> {
+    fn of(&self, spec: &DiskSpec) -> Arc<LogDirectory> {
         match OpenLogs::directory_of(spec) {
             Some(directory) => Arc::clone(self.lock().entry(directory).or_default()),
             None => Arc::default(),
@@ -89,19 +89,20 @@ impl SharedLogs {
     /// That of the first log that can't be closed. The others are closed all the same.
     pub(super) fn close(&self) -> Result<(), walvisor_storage::Error> {
         let places: Vec<_> = self.lock().values().map(Arc::clone).collect();
-        let close = |place: &LogPlace| place.with(|log| std::mem::take(log).close());
+        let close = |place: &LogDirectory| place.with(|log| std::mem::take(log).close());
         let closed: Vec<_> = thread::scope(|scope| {
             let start = |place| thread::Builder::new().spawn_scoped(scope, move || close(place));
             let threads = places.iter().map(|place| (place, start(place)));
             let threads: Vec<_> = threads.collect();
-            let end = |(place, thread): (&Arc<LogPlace>, io::Result<ScopedJoinHandle<'_, _>>)| {
-                match thread.map(ScopedJoinHandle::join) {
-                    Ok(Ok(closed)) => closed,
-                    Ok(Err(panic)) => resume_unwind(panic),
-                    // The system has no thread to spare.
-                    Err(_) => close(place),
-                }
-            };
+            let end =
+                |(place, thread): (&Arc<LogDirectory>, io::Result<ScopedJoinHandle<'_, _>>)| {
+                    match thread.map(ScopedJoinHandle::join) {
+                        Ok(Ok(closed)) => closed,
+                        Ok(Err(panic)) => resume_unwind(panic),
+                        // The system has no thread to spare.
+                        Err(_) => close(place),
+                    }
+                };
             threads.into_iter().map(end).collect()
         });
         closed.into_iter().collect()
@@ -135,8 +136,8 @@ impl ServedDisks {
             let Some(said) = file.iter().find(|said| said.is(disk)) else {
                 continue;
             };
-            let brought = disk.origin == Origin::Control && said.written.describes(&disk.written);
-            disk.origin = Origin::File;
+            let brought = disk.origin == NamedBy::Control && said.written.describes(&disk.written);
+            disk.origin = NamedBy::File;
             if brought {
                 disk.written = said.written.clone();
             } else if said.written.keys != disk.written.keys {
@@ -421,10 +422,10 @@ impl DiskHotplug for Hotplug {
         let file = self.config.clone()?;
         let mut served = self.lock();
         let disks = served.disks.iter_mut();
-        let disks = disks.filter(|disk| disk.origin != Origin::CommandLine);
+        let disks = disks.filter(|disk| disk.origin != NamedBy::CommandLine);
         let disks = disks.map(|disk| {
             if saved.contains(&disk.name) {
-                disk.origin = Origin::File;
+                disk.origin = NamedBy::File;
             }
             (disk.name.clone(), disk.written.text())
         });
@@ -433,7 +434,7 @@ impl DiskHotplug for Hotplug {
     }
 
     fn add(&self, disk: &WrittenDisk) -> Result<AddedDisk, String> {
-        let disk = PoolDisk::new(disk.clone(), Origin::Control);
+        let disk = PoolDisk::new(disk.clone(), NamedBy::Control);
         self.open(disk, &[])?.serve()
     }
 

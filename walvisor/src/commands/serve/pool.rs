@@ -19,7 +19,7 @@ use crate::memory_limit;
 
 /// Who has named a disk.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Origin {
+pub(super) enum NamedBy {
     /// `--disk`. Such a disk is in no file.
     CommandLine,
     /// The file of `--config`, when it was last read or written.
@@ -30,7 +30,7 @@ pub(super) enum Origin {
 
 /// What tells a disk from others, whatever it is called.
 #[derive(Clone, Debug, PartialEq, Eq)]
-enum Identity {
+enum DiskIdentity {
     /// The image, with links resolved.
     Image(PathBuf),
     /// The image of a look, its point, and its name, since there may be more of that point.
@@ -43,16 +43,16 @@ enum Identity {
 #[derive(Clone, Debug)]
 pub(super) struct PoolDisk {
     pub(super) written: WrittenDisk,
-    pub(super) origin: Origin,
+    pub(super) origin: NamedBy,
     /// Its name in control requests and metrics.
     pub(super) name: String,
     /// As it was when the disk was named: to look for its image again would wait for a file system
     /// that does not answer.
-    identity: Identity,
+    identity: DiskIdentity,
 }
 
 impl PoolDisk {
-    pub(super) fn new(written: WrittenDisk, origin: Origin) -> Self {
+    pub(super) fn new(written: WrittenDisk, origin: NamedBy) -> Self {
         let WrittenDisk { keys, spec } = &written;
         let doors = Doors::new(std::slice::from_ref(spec), 0o600, false, &Tls::Off);
         let name = doors.name(spec);
@@ -62,12 +62,12 @@ impl PoolDisk {
             disks::look_for_log(&log);
         }
         let identity = match (&spec.path, &spec.at) {
-            (Some(path), None) => Identity::Image(real_path(path)),
+            (Some(path), None) => DiskIdentity::Image(real_path(path)),
             (Some(path), Some(at)) => {
                 let at = said.map_or_else(|| format!("{at:?}"), |(_, at)| at.clone());
-                Identity::Look(real_path(path), at, name.clone())
+                DiskIdentity::Look(real_path(path), at, name.clone())
             }
-            (None, _) => Identity::Memory(name.clone()),
+            (None, _) => DiskIdentity::Memory(name.clone()),
         };
         Self {
             written,
@@ -80,7 +80,7 @@ impl PoolDisk {
     /// A disk of the command line.
     pub(super) fn of_command_line(spec: DiskSpec) -> Self {
         let keys = Vec::new();
-        Self::new(WrittenDisk { keys, spec }, Origin::CommandLine)
+        Self::new(WrittenDisk { keys, spec }, NamedBy::CommandLine)
     }
 
     pub(super) fn spec(&self) -> &DiskSpec {
@@ -91,7 +91,7 @@ impl PoolDisk {
     /// names too.
     pub(super) fn is(&self, other: &Self) -> bool {
         match (&self.identity, &other.identity) {
-            (Identity::Image(one), Identity::Image(two)) if one == two => {
+            (DiskIdentity::Image(one), DiskIdentity::Image(two)) if one == two => {
                 self.name == other.name || !self.may_share(other)
             }
             (one, two) => one == two,
@@ -106,7 +106,9 @@ impl PoolDisk {
     /// Whether both have one image, and may not. Looks at the past share it.
     fn clashes(&self, other: &Self) -> bool {
         match (&self.identity, &other.identity) {
-            (Identity::Image(one), Identity::Image(two)) => one == two && !self.may_share(other),
+            (DiskIdentity::Image(one), DiskIdentity::Image(two)) => {
+                one == two && !self.may_share(other)
+            }
             _ => false,
         }
     }
@@ -139,7 +141,7 @@ pub(super) fn check(disks: &[PoolDisk], memory_limit: Option<u64>) -> Result<(),
     disks::check(&specs)?;
     // Exports of several sockets may have one name, as long as no file names the disks: what comes
     // and goes with a file is found by its name.
-    let from_words = |disk: &PoolDisk| disk.origin == Origin::CommandLine;
+    let from_words = |disk: &PoolDisk| disk.origin == NamedBy::CommandLine;
     let same = |(disk, other): &(&PoolDisk, &PoolDisk)| {
         disk.name == other.name && !(from_words(disk) && from_words(other))
     };
@@ -166,7 +168,7 @@ mod tests {
 
     fn disk(text: &str) -> PoolDisk {
         let written = WrittenDisk::parse(text, DiskCommand::Serve).unwrap();
-        PoolDisk::new(written, Origin::File)
+        PoolDisk::new(written, NamedBy::File)
     }
 
     #[test]

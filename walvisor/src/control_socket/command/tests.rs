@@ -13,10 +13,10 @@ fn every_command() -> Vec<ControlCommand> {
     let disk = || Some("a \"b\"\n.img".to_owned());
     vec![
         ControlCommand::Stats {
-            format: Format::Json,
+            format: StatsFormat::Json,
         },
         ControlCommand::Stats {
-            format: Format::Prometheus,
+            format: StatsFormat::Prometheus,
         },
         ControlCommand::Pause { disk: None },
         ControlCommand::Pause { disk: disk() },
@@ -144,7 +144,7 @@ fn a_request_is_written_as_before() {
     for (command, arguments) in [
         (
             ControlCommand::Stats {
-                format: Format::Json,
+                format: StatsFormat::Json,
             },
             r#"{"format":"json"},"execute":"stats""#,
         ),

@@ -13,7 +13,9 @@ use walvisor_vmm::disk::{DiskInUse, OpenDisk};
 
 use crate::disk::grow;
 use crate::disk_spec::{BackendKind, DiskCache, DiskCommand, DiskSpec};
-use crate::lio::{Backstore, BackstoreSpec, Change, Events, LioDisk, TargetError, TargetExport};
+use crate::lio::{
+    Backstore, BackstoreSpec, Events, LioDisk, TargetChange, TargetError, TargetExport,
+};
 
 /// The disks that are served. Clones share them.
 #[derive(Clone, Default)]
@@ -159,18 +161,18 @@ impl TargetDisk {
         device.starts_with(&format!("tcm-user/{hba}/{name}/"))
     }
 
-    fn change(&self, change: Change) {
+    fn change(&self, change: TargetChange) {
         let DiskInUse { name, backend, .. } = &self.in_use;
         match change {
-            Change::Size(bytes) if bytes == backend.sectors() * SECTOR_SIZE => {}
-            Change::Size(bytes) => match grow(&**backend, bytes) {
+            TargetChange::Size(bytes) if bytes == backend.sectors() * SECTOR_SIZE => {}
+            TargetChange::Size(bytes) => match grow(&**backend, bytes) {
                 Ok(()) => self.device.capacity_changed(),
                 Err(error) => tracing::warn!(
                     "disk '{name}' keeps its size, although dev_size in configfs is {bytes} now: \
                      {error}"
                 ),
             },
-            Change::WriteCache(on) => {
+            TargetChange::WriteCache(on) => {
                 if self.device.set_write_cache(on) != on {
                     tracing::warn!(
                         "disk '{name}' keeps its cache mode, although configfs says otherwise now: \
@@ -179,7 +181,7 @@ impl TargetDisk {
                     );
                 }
             }
-            Change::Config(config) => tracing::warn!(
+            TargetChange::Config(config) => tracing::warn!(
                 "disk '{name}' is still served from the image that it was started with, although \
                  its dev_config was set to '{config}'"
             ),
