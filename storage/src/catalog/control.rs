@@ -124,9 +124,16 @@ impl ControlFile {
         let mut next = self.control.clone();
         change(&mut next);
         next.header.generation = U64::new(generation);
-        debug_assert!(
-            next.header.checkpoint_lsn.get() >= self.control.header.checkpoint_lsn.get(),
+        let lsn = |control: &Control| control.header.checkpoint_lsn.get();
+        assert!(
+            lsn(&next) >= lsn(&self.control),
             "a checkpoint is never taken back"
+        );
+        assert!(next.is_ahead(), "the log has what the images have");
+        assert!(
+            next.rewinds.is_sorted_by(|one, next| one.at < next.at)
+                && next.rewinds.iter().all(|rewind| rewind.to < rewind.at),
+            "rewinds are in log order, and lead back"
         );
         if !next.counted() {
             return Err(Error::new(
@@ -362,7 +369,7 @@ pub(crate) fn read_control(
             max_segments: header.max_segments.get(),
             ..StoreOptions::default()
         };
-        check_options(&options).is_ok()
+        check_options(&options).is_ok() && control.is_ahead()
     };
     match newest.filter(sane) {
         Some(mut control) => {

@@ -578,6 +578,10 @@ impl<'a, R: Iterator<Item = (&'a Arc<DiskState>, Run)>> Copier<'a, R> {
     /// Starts a run of this cost.
     fn start(&mut self, disk: &'a Arc<DiskState>, run: Run, cost: u64) {
         let (stripe, span) = (run.has_gaps(), (run.sectors() * SECTOR_SIZE) as usize);
+        assert!(
+            run.sector() + run.sectors() <= disk.sectors(),
+            "a run is inside its disk"
+        );
         let (sector, parts) = match run {
             Run::Data { sector, parts } => (sector, parts),
             Run::Zero {
@@ -675,7 +679,12 @@ impl<'a, R: Iterator<Item = (&'a Arc<DiskState>, Run)>> Copier<'a, R> {
     fn write(&mut self, number: u64, flight: &mut InFlightRun<'_>) {
         self.count_write();
         flight.writing = Some(sync::now());
+        let parts = flight.chunks.len();
         let mut chunks: Vec<_> = flight.chunks.drain(..).filter_map(RunPart::read).collect();
+        assert!(
+            flight.reads == 0 && !flight.damaged && chunks.len() == parts,
+            "a run is written once all of it is there"
+        );
         if let Some(mut stripe) = flight.fill.take() {
             for (piece, part) in flight.pieces.iter().zip(chunks) {
                 let at = ((piece.sector - flight.sector) * SECTOR_SIZE) as usize;

@@ -31,6 +31,13 @@ pub(crate) enum Run {
 }
 
 impl Run {
+    /// The first sector.
+    pub(crate) fn sector(&self) -> u64 {
+        match self {
+            Self::Data { sector, .. } | Self::Zero { sector, .. } => *sector,
+        }
+    }
+
     /// Sectors from the first to the last.
     pub(crate) fn sectors(&self) -> u64 {
         match self {

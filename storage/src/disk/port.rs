@@ -313,6 +313,7 @@ impl Port {
                 return Ok(RequestState::HeldBack(modification));
             }
         };
+        assert!(self.newest_lsn < lsn, "LSNs rise");
         self.newest_lsn = lsn;
         if mark && !planted(Mutant::MarkAnsweredEarly) {
             return self.wait(token, lsn);

@@ -230,6 +230,11 @@ impl Control {
             && self.images.iter().all(|image| counted(&[image.since_lsn]))
     }
 
+    /// Whether the log has had what the images have.
+    pub(crate) fn is_ahead(&self) -> bool {
+        self.header.checkpoint_lsn < self.header.next_lsn
+    }
+
     /// Whether all disks, snapshots and images fit a slot.
     pub(crate) fn fits(&self) -> bool {
         let tables = size_of_val(&self.disks[..])

@@ -62,7 +62,13 @@ pub(super) fn settle(control: &mut Control, new_generations: &[NewGeneration]) {
 impl Keeper {
     /// Retires the oldest `count` segments, and frees those that no reader holds.
     fn recycle(&self, count: usize) {
-        let oldest = self.log.lock().ring.oldest(count);
+        let state = self.log.lock();
+        let (oldest, applied) = (state.ring.oldest(count), state.pipeline.applied());
+        drop(state);
+        assert!(
+            oldest.iter().all(|(_, last)| last.lsn <= applied) || planted(Mutant::RecycleEarly),
+            "a segment is freed once its records are in the images"
+        );
         oldest.iter().for_each(|(segment, _)| segment.free_pages());
         drop(oldest);
         self.log.lock().ring.retire(count);
@@ -259,6 +265,11 @@ impl Keeper {
         mut pace: CopyPace,
     ) -> Result<CopyOutcome> {
         self.enter(CopyEvent::Drained);
+        let durable = self.log.lock().pipeline.durable();
+        assert!(
+            lsn <= durable || planted(Mutant::CopyBeforeDurable),
+            "only durable records are copied"
+        );
         let medium = self.medium_cost(layers);
         pace.set_rate(medium.rate);
         if !self.save_for_snapshots(lsn, layers, &mut pace, medium)? {
@@ -384,6 +395,10 @@ impl Keeper {
     ) -> Result<()> {
         let lsn = horizon.lsn;
         let state = self.log.lock();
+        assert!(
+            state.pipeline.applied() <= lsn && lsn <= state.pipeline.appended(),
+            "the images move ahead, and not past the log"
+        );
         let (freed, first_sequence) = state.ring.find_freeable(lsn);
         let (next_lsn, next_cid) = (state.pipeline.next_lsn(), state.pipeline.next_cid());
         drop(state);

@@ -299,6 +299,15 @@ impl Keeper {
     /// copied instead.
     fn fold_range(&mut self, range: FoldRange, pace: CopyPace) -> Result<bool> {
         let (lsn, segments) = (range.last.lsn, range.segments.len());
+        let control = &self.control.control;
+        assert!(
+            control.header.checkpoint_lsn.get() <= lsn,
+            "a fold never takes the images back"
+        );
+        assert!(
+            !control.splits_rewind(lsn),
+            "the images do not stop inside a rewind"
+        );
         tracepoints::fold(lsn, segments);
         let folded = self.copy_and_forget(range, pace);
         tracepoints::folded(lsn, matches!(folded, Ok(true)));

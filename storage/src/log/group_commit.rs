@@ -902,11 +902,15 @@ impl Log {
             chunks.push(chunk(Buffer::zeroed(padding).share()));
         }
         let bytes = payload_at - offset + payload_len as u64;
-        debug_assert!(
+        assert!(
             [offset, payload_at, bytes]
                 .iter()
                 .all(|at| at.is_multiple_of(format::BLOCK as u64)),
             "a batch, its payload and its end are on blocks"
+        );
+        assert!(
+            offset + bytes <= self.segment_size,
+            "a batch fits its segment"
         );
         debug_assert_eq!(head.len(), header_len, "the header has its measured length");
         let last = Commit {

@@ -199,6 +199,11 @@ impl Holds {
 
     /// The base images are at this LSN. What a snapshot before it needs has been saved.
     pub(crate) fn pass(&mut self, lsn: u64) {
+        let stays = |hold: &Hold| hold.is_open() && hold.lsn < lsn;
+        assert!(
+            !self.0.iter().any(stays),
+            "the images do not change while they are held"
+        );
         self.0
             .retain(|hold| !hold.is_of_snapshot() || hold.lsn >= lsn);
     }

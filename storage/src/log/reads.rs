@@ -128,7 +128,10 @@ impl InFlightReads {
         let mut open = 0;
         let mut logged = SmallVec::new();
         let mut failed = false;
+        let mut next = sector;
         for part in parts {
+            assert_eq!(part.sector, next, "parts follow one another");
+            next += part.sectors;
             let skipped = part.sector - sector;
             let at = (skipped * SECTOR_SIZE) as usize;
             let bytes = (part.sectors * SECTOR_SIZE) as usize;
@@ -169,6 +172,10 @@ impl InFlightReads {
             };
             submit((key as u64) << 32 | skipped, io);
         }
+        assert!(
+            failed || next == sector + u64::from(sectors),
+            "the parts are the whole read"
+        );
         // Parts without an operation are zeroes.
         if !failed && (open == 0 || !whole) {
             failed = whole_buffer(&mut buffer, len).is_none();

@@ -409,7 +409,12 @@ impl FetchMap {
     /// map was [settled](Self::settle).
     pub(crate) fn note_written(&self, chunk: usize) {
         self.assert_writable();
-        self.states()[chunk].store(state::WRITTEN, Ordering::Release);
+        let before = self.states()[chunk].swap(state::WRITTEN, Ordering::AcqRel);
+        assert_ne!(
+            before,
+            state::FETCHED,
+            "a chunk that requests use is not written again"
+        );
     }
 
     /// The archive has lost a chunk: requests for it fail.

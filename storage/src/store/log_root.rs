@@ -458,7 +458,7 @@ impl LogParts<'_> {
         header.next_lsn = U64::new(newest.saturating_add(1));
         header.next_cid = U64::new(self.last.cid.saturating_add(1));
         header.durable_lsn = U64::new(self.last.lsn);
-        if !control.fits() || !control.counted() {
+        if !control.fits() || !control.counted() || !control.is_ahead() {
             return Err(Error::new(
                 ErrorKind::Damaged,
                 "the log's roots in the archive contradict each other",

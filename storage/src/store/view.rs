@@ -266,6 +266,10 @@ impl<'a> Layers<'a> {
         most: u64,
     ) -> impl Iterator<Item = Result<(Range<u64>, DataPlace)>> + Send + use<'a> {
         let Self { base, extents } = self;
+        assert!(
+            range.start.is_multiple_of(SECTOR_SIZE) && range.end.is_multiple_of(SECTOR_SIZE),
+            "a part of a disk is whole sectors"
+        );
         let mut pieces = Vec::new();
         let (first, end) = (range.start / SECTOR_SIZE, range.end / SECTOR_SIZE);
         extents.visit(first, end - first, &mut |piece| pieces.push(piece));

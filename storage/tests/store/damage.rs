@@ -167,6 +167,22 @@ fn another_version_is_refused() {
     assert_eq!(kind, ErrorKind::UnsupportedVersion);
 }
 
+/// The images never have what the log has not had, whatever a slot's checksum says.
+#[test]
+fn a_control_file_of_images_ahead_of_their_log_is_damaged() {
+    let place = TestDisk::new();
+    let control = place.log().join("control");
+    let mut bytes = std::fs::read(&control).unwrap();
+    for slot in bytes.chunks_mut(64 << 10) {
+        // `checkpoint_lsn`
+        slot[64..72].copy_from_slice(&7_u64.to_le_bytes());
+        seal(slot);
+    }
+    std::fs::write(&control, bytes).unwrap();
+    let kind = refused(place.try_open(&place.options), "truncated or damaged");
+    assert_eq!(kind, ErrorKind::Damaged);
+}
+
 /// Sets the checksum of a structure.
 fn seal(bytes: &mut [u8]) {
     bytes[12..16].fill(0);
