@@ -99,7 +99,7 @@ impl Keeper {
                         Err(self.held_error("no segment of the log can be freed", lsn))
                     }
                     // Everything is in the last segment.
-                    None if heavy => self.checkpoint(false, false).map(drop),
+                    None if heavy || full => self.checkpoint(false, false).map(drop),
                     _ => Ok(()),
                 };
             };

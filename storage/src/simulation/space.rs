@@ -6,8 +6,8 @@ use std::time::Duration;
 use super::fixture::{Fixture, RunningStore, Shape, carry_out as end, filled};
 use super::medium::{LOG, World};
 use crate::{
-    Backend, BackendQueue, CommitWait, Completion, Condition, Failure, Operation, Port, StallCause,
-    Store,
+    Backend, BackendQueue, CommitWait, Completion, Condition, Failure, Operation, Port, Retention,
+    StallCause, Store,
 };
 
 const SECTORS: u64 = 504;
@@ -147,26 +147,37 @@ fn closing_without_space_leaves_everything_in_the_log() {
     assert_eq!(running.read().unwrap(), all);
 }
 
-/// Without space for more segment files the ring keeps its size and is reused.
+/// Without space for more segment files the ring keeps its size and is reused, history or not.
 #[test]
 fn a_log_that_can_not_grow_recycles_its_segments() {
+    recycle(Retention::Nothing, 0);
+    recycle(Retention::All, 1);
+}
+
+fn recycle(retain: Retention, snapshots: usize) {
     let (fixture, mut running) = open();
     let mut port = running.disks[0].open_port().unwrap();
-    for number in 1..=WRITES_OF_A_SEGMENT {
-        end(&mut running, &mut port, write(number)).unwrap();
-        end(&mut running, &mut port, Operation::Flush).unwrap();
+    let files = |running: &RunningStore| running.disks[0].log.lock().ring.counts().0;
+    while files(&running) < 2 {
+        running.keeper.step(false).unwrap();
     }
-    let _ = running.keeper.step(false);
+    let retained = running.keeper.change_history(|control| retain.set(control));
+    retained.unwrap();
     shortage(&fixture, false, true);
-    for number in 1..100 {
+    for name in ["first", "second"].iter().take(snapshots) {
+        end(&mut running, &mut port, write(0)).unwrap();
+        let name = name.parse().unwrap();
+        running.keeper.snapshot(name, None).unwrap();
+    }
+    for number in 1..40 {
         end(&mut running, &mut port, write(number)).unwrap();
         end(&mut running, &mut port, Operation::Flush).unwrap();
     }
-    assert!(running.disks[0].log.lock().ring.counts().0 < SEGMENTS);
+    assert_eq!(files(&running), 2);
     // The ring grows again when it has to and can.
     shortage(&fixture, true, false);
     fill(&mut running, &mut port, 1);
-    assert_eq!(running.disks[0].log.lock().ring.counts().0, SEGMENTS);
+    assert_eq!(files(&running), SEGMENTS);
 }
 
 /// With segments of any size and writes of any length, a checkpoint makes the pending records
