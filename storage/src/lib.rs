@@ -83,7 +83,7 @@ pub use walvisor_block::{
     StallCounts, Tracked, Transfer, Trouble, flush,
 };
 pub use {
-    catalog::control::has_log,
+    catalog::control::{has_log, log_writer},
     catalog::mark_text::MarkText,
     catalog::options::{
         CacheMode, CommitWait, DiskOptions, FullLogPolicy, ImageFormat, Resize, StoreOptions,

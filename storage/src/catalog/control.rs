@@ -17,7 +17,7 @@ use crate::medium::file::Segment;
 use crate::medium::filesystem::{OWNER, OpenMode, files};
 use crate::medium::host;
 use crate::medium::lock::{Access, Holder};
-use crate::medium::{filesystem, lock};
+use crate::medium::{filesystem, lock, owner};
 use crate::mutant::{Mutant, planted};
 
 /// The path with links resolved. The directory must exist, the file need not.
@@ -157,6 +157,13 @@ pub fn has_log(log_dir: &Path) -> bool {
         Err(error) => error.kind() == std::io::ErrorKind::PermissionDenied,
         Ok(_) => true,
     }
+}
+
+/// The process that has the log in this directory open to write it, if there is one and it can be
+/// known: it may be in another container.
+pub fn log_writer(log_dir: &Path) -> Option<u32> {
+    let control = files().open(&log_dir.join(CONTROL), OpenMode::Read).ok()?;
+    control.host().and_then(owner::writer_of)
 }
 
 /// Opens, locks and reads the control file, if there is one.

@@ -9,13 +9,24 @@ use rustix::fs::{major, minor};
 /// because the process is in another container, or has ended and only its writes in flight are
 /// left.
 pub(crate) fn of(file: &File) -> Option<(u32, String)> {
+    let pid = find(file, |_| true)?;
+    let name = read_to_string(format!("/proc/{pid}/comm")).ok()?;
+    Some((pid, name.trim_end().to_owned()))
+}
+
+/// As [`of`], for the process that has locked the file to write it.
+pub(crate) fn writer_of(file: &File) -> Option<u32> {
+    find(file, |kind| kind == "WRITE")
+}
+
+/// The process with a `flock` of this kind, READ or WRITE, on the file.
+fn find(file: &File, wanted: impl Fn(&str) -> bool) -> Option<u32> {
     let metadata = file.metadata().ok()?;
     let (device, inode) = (metadata.dev(), metadata.ino());
     let place = format!("{:02x}:{:02x}:{inode}", major(device), minor(device));
     let locks = read_to_string("/proc/locks").ok()?;
-    let pid = locks.lines().find_map(|line| of_line(line, &place))?;
-    let name = read_to_string(format!("/proc/{pid}/comm")).ok()?;
-    Some((pid, name.trim_end().to_owned()))
+    let mut found = locks.lines().filter_map(|line| of_line(line, &place));
+    found.find_map(|(pid, kind)| wanted(kind).then_some(pid))
 }
 
 /// Whether the process that locked the file with `flock` is alive. One that was killed but has not
@@ -38,14 +49,15 @@ fn is_exiting(stat: &str) -> bool {
         .is_none_or(|flags| flags & EXITING != 0)
 }
 
-/// The process in a line of /proc/locks, if the line is a `flock` of the file at `place`.
-fn of_line(line: &str, place: &str) -> Option<u32> {
+/// The process in a line of /proc/locks, and what its lock is for, if the line is a `flock` of the
+/// file at `place`.
+fn of_line<'a>(line: &'a str, place: &str) -> Option<(u32, &'a str)> {
     let mut words = line.split_whitespace().skip(1);
     // A waiter's line has an arrow in place of the kind.
     let kind = words.next()?;
-    let (pid, file) = (words.nth(2)?, words.next()?);
+    let (wanted, pid, file) = (words.nth(1)?, words.next()?, words.next()?);
     let pid = pid.parse().ok().filter(|&pid| pid > 0)?;
-    (kind == "FLOCK" && file == place).then_some(pid)
+    (kind == "FLOCK" && file == place).then_some((pid, wanted))
 }
 
 #[cfg(test)]
@@ -59,11 +71,11 @@ mod tests {
         for (line, pid) in [
             (
                 "3: FLOCK  ADVISORY  WRITE 4770 08:01:1234 0 EOF",
-                Some(4770),
+                Some((4770, "WRITE")),
             ),
             (
                 "3: FLOCK  ADVISORY  READ  4770 08:01:1234 0 EOF",
-                Some(4770),
+                Some((4770, "READ")),
             ),
             ("3: -> FLOCK  ADVISORY  WRITE 4770 08:01:1234 0 EOF", None),
             ("3: FLOCK  ADVISORY  WRITE 4770 08:01:12345 0 EOF", None),
@@ -102,6 +114,7 @@ mod tests {
             return println!("skipped: /proc/locks does not have this process");
         }
         assert_eq!(of(&other).map(|(pid, _)| pid), Some(pid));
+        assert_eq!(writer_of(&other), Some(pid));
         assert!(is_alive(&other));
         drop(holder);
         assert_eq!(of(&other), None);

@@ -10,7 +10,7 @@ use std::path::Path;
 
 use clap::{Args, Subcommand};
 pub(super) use path::print;
-use path::{DetachedImages, DiskPath};
+use path::{DetachedImages, DiskPath, SharedDisk};
 use serde_json::json;
 pub(super) use transfer::report as report_transfer;
 use walvisor_storage::{
@@ -18,8 +18,9 @@ use walvisor_storage::{
 };
 
 use super::CommandError;
-use super::in_use::cannot_look;
+use super::owner::cannot_look;
 use super::threads::Threads;
+use crate::control_socket::ControlCommand;
 use crate::point::{
     history_json, history_text, refuse_checkpoint, retain_text, snapshot_json, time_text,
 };
@@ -98,7 +99,7 @@ enum DiskAction {
     /// Copy the log to the base image, which is then a plain raw image.
     Checkpoint {
         #[command(flatten)]
-        disk: DiskPath,
+        shared: SharedDisk,
         /// Do it although the log keeps history, which is lost then, of all its disks.
         #[arg(long)]
         give_up_history: bool,
@@ -175,10 +176,10 @@ pub fn run(arguments: &DiskArguments) -> Result<(), CommandError> {
         DiskAction::Discard { disk, yes, json } => discard(disk, *yes, *json),
         DiskAction::Adopt { disk, yes, json } => adopt(disk, *yes, *json),
         DiskAction::Checkpoint {
-            disk,
+            shared,
             give_up_history,
             detached,
-        } => checkpoint(disk, *give_up_history, detached),
+        } => checkpoint(shared, *give_up_history, detached),
         DiskAction::Import(arguments) => transfer::import(arguments),
         DiskAction::Export(arguments) => transfer::export(arguments),
         DiskAction::Restore(arguments) => transfer::restore(arguments),
@@ -482,10 +483,18 @@ fn not_whole(disk: &DiskPath, unfetched: u64) -> CommandError {
 }
 
 fn checkpoint(
-    disk: &DiskPath,
+    shared: &SharedDisk,
     give_up_history: bool,
     detached: &DetachedImages,
 ) -> Result<(), CommandError> {
+    if let Some((owner, disk)) = shared.owner() {
+        let request = ControlCommand::Checkpoint {
+            disk,
+            give_up_history,
+        };
+        return owner.ask(&request).map(drop);
+    }
+    let disk = &shared.disk;
     let log = disk.log();
     let report = storage::inspect(&disk.path, &log).map_err(CommandError::failed)?;
     if report.unfetched > 0 {

@@ -11,7 +11,7 @@ use walvisor_storage::{self as storage, LogGroup, LogRecord, MarkText, Point, Re
 
 use super::CommandError;
 use super::disk::print;
-use super::in_use::cannot_look;
+use super::owner::cannot_look;
 use crate::size::{human_size, parse_size};
 
 /// Arguments of `walvisor log`.

@@ -53,21 +53,36 @@ pub fn ask_with(
     files: &[BorrowedFd<'_>],
     progress: Progress<'_>,
 ) -> Result<Value, String> {
-    let place = path.display();
     let stream = UnixStream::connect(path).map_err(|error| {
+        let place = path.display();
         format!(
             "control socket '{place}': {error}: is 'walvisor run' or 'walvisor serve' running \
             with --control {place}?"
         )
     })?;
+    ask_on(&stream, path, command, files, progress)
+}
+
+/// As [`ask_with`], of the server that is connected.
+///
+/// # Errors
+/// As [`ask`].
+pub fn ask_on(
+    stream: &UnixStream,
+    path: &Path,
+    command: &ControlCommand,
+    files: &[BorrowedFd<'_>],
+    progress: Progress<'_>,
+) -> Result<Value, String> {
+    let place = path.display();
     let gone = |error: std::io::Error| {
         format!("control socket '{place}': {error}: its process may have ended")
     };
     let mut request = command.to_line().into_bytes();
     request.push(b'\n');
     // A server with too many clients answers without reading the request, so the write may fail.
-    let mut written = Some(send(&stream, &request, files));
-    let mut lines = BufReader::new(&stream);
+    let mut written = Some(send(stream, &request, files));
+    let mut lines = BufReader::new(stream);
     loop {
         let mut text = String::new();
         let read = lines.read_line(&mut text);

@@ -31,7 +31,7 @@ mod requests;
 mod server;
 mod stats;
 
-pub use client::{ask, ask_with};
+pub use client::{ask, ask_on, ask_with};
 pub use command::{
     CacheChoice, ControlCommand, ControlError, LimitChange, LookRequest, StatsFormat,
 };

@@ -5,6 +5,7 @@ use std::ffi::OsStr;
 use std::fmt::Display;
 use std::fs::File;
 use std::os::fd::OwnedFd;
+use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::Ordering;
 
@@ -146,7 +147,8 @@ impl ControlledProcess {
     }
 
     /// The disk of this name, or the only one. The name of its export, which is its file's, is a
-    /// name too, unless that is the name of another disk.
+    /// name too, unless that is the name of another disk, and so is the absolute path of the image
+    /// of a disk with a log.
     fn disk(&self, name: Option<&str>) -> Result<DiskLease, ControlError> {
         let disks = self.disks();
         let names = || {
@@ -159,6 +161,18 @@ impl ControlledProcess {
             let file =
                 |disk: &&DiskLease| name.map(OsStr::new) == Path::new(&disk.name).file_name();
             found = disks.iter().filter(file).collect();
+        }
+        if found.is_empty()
+            && let Some(image) = name.map(Path::new).filter(|name| name.is_absolute())
+            && let Ok(wanted) = image.metadata()
+        {
+            let same = |disk: &&DiskLease| {
+                let image = logged(&*disk.backend).map(|disk| disk.path().metadata());
+                image
+                    .and_then(Result::ok)
+                    .is_some_and(|image| (image.dev(), image.ino()) == (wanted.dev(), wanted.ino()))
+            };
+            found = disks.iter().filter(same).collect();
         }
         match (&found[..], name) {
             ([disk], _) => Ok(DiskLease::clone(disk)),

@@ -21,6 +21,7 @@ mod looks;
 mod members;
 mod memory;
 mod metrics;
+mod owner;
 mod points;
 mod privileges;
 mod qemu_locks;

@@ -6,7 +6,7 @@ use walvisor_storage::{self as storage, Allocation, Point};
 
 use super::path::{DiskPath, print};
 use crate::commands::CommandError;
-use crate::commands::in_use::cannot_look;
+use crate::commands::owner::cannot_look;
 use crate::commands::threads::Threads;
 
 /// The arguments of `walvisor disk changes`.

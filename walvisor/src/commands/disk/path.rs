@@ -6,6 +6,8 @@ use std::path::{Path, PathBuf};
 use clap::Args;
 use walvisor_storage::{DiskOptions, default_log_dir};
 
+use crate::commands::owner::LogOwner;
+
 /// Which disk.
 #[derive(Debug, Args)]
 pub(super) struct DiskPath {
@@ -21,6 +23,26 @@ impl DiskPath {
         self.log
             .clone()
             .unwrap_or_else(|| default_log_dir(&self.path))
+    }
+}
+
+/// A disk that another process may have open, which then carries out the command.
+#[derive(Debug, Args)]
+pub(super) struct SharedDisk {
+    #[command(flatten)]
+    pub(super) disk: DiskPath,
+    /// Fail if another process has the disk open. Without this, that process carries out the
+    /// command, if it has a control socket and is this user's or root's.
+    #[arg(long)]
+    no_owner: bool,
+}
+
+impl SharedDisk {
+    /// The process that has the disk open, if it can be asked, and what `--disk` is for it.
+    pub(super) fn owner(&self) -> Option<(LogOwner, Option<String>)> {
+        let owner = LogOwner::find(&self.disk.log()).filter(|_| !self.no_owner)?;
+        let path = std::path::absolute(&self.disk.path).ok()?;
+        Some((owner, Some(path.to_string_lossy().into_owned())))
     }
 }
 

@@ -1,5 +1,5 @@
 //! `walvisor disk snapshot`, `snapshots`, `snapshot-delete` and `mark`: snapshots and marks of a
-//! disk that is not in use.
+//! disk, whether or not it is in use.
 
 use std::time::Duration;
 
@@ -7,9 +7,10 @@ use clap::Args;
 use serde_json::{Value, json};
 use walvisor_storage::{self as storage, MarkText, Retention, SnapshotName, Store, StoreOptions};
 
-use super::path::{DetachedImages, DiskPath, print};
+use super::path::{DetachedImages, DiskPath, SharedDisk, print};
 use crate::commands::CommandError;
-use crate::commands::in_use::cannot_look;
+use crate::commands::owner::cannot_look;
+use crate::control_socket::ControlCommand;
 use crate::point::{mark_json, snapshot_json, time_text};
 use crate::size::human_size;
 
@@ -27,7 +28,7 @@ pub(super) struct MakeArguments {
 #[derive(Args, Debug)]
 pub(super) struct SnapshotArguments {
     #[command(flatten)]
-    disk: DiskPath,
+    shared: SharedDisk,
     #[command(flatten)]
     detached: DetachedImages,
     /// Its name: 1 to 64 of the characters A-Z, a-z, 0-9, '.', '_' and '-'.
@@ -41,7 +42,7 @@ pub(super) struct SnapshotArguments {
 #[derive(Args, Debug)]
 pub(super) struct SnapshotsArguments {
     #[command(flatten)]
-    disk: DiskPath,
+    shared: SharedDisk,
     /// Print JSON.
     #[arg(long)]
     json: bool,
@@ -51,7 +52,7 @@ pub(super) struct SnapshotsArguments {
 #[derive(Args, Debug)]
 pub(super) struct MarkArguments {
     #[command(flatten)]
-    disk: DiskPath,
+    shared: SharedDisk,
     #[command(flatten)]
     detached: DetachedImages,
     /// Its text: one line of 1 to 256 bytes, without control characters.
@@ -83,26 +84,34 @@ fn change<T>(
 pub(super) fn make(arguments: &MakeArguments) -> Result<(), CommandError> {
     let MakeArguments { snapshot, alone } = arguments;
     let SnapshotArguments {
-        disk,
+        shared,
         detached,
         name,
         json,
     } = snapshot;
-    let made = change(disk, detached, |disk| {
-        if *alone {
-            disk.snapshot_alone(*name)
-        } else {
-            disk.snapshot(*name)
-        }
-    })?;
+    let disk = &shared.disk;
+    let made = match shared.owner() {
+        Some((owner, disk)) => owner.ask(&ControlCommand::Snapshot {
+            name: name.as_str().to_owned(),
+            alone: *alone,
+            disk,
+        })?,
+        None => snapshot_json(&change(disk, detached, |disk| {
+            if *alone {
+                disk.snapshot_alone(*name)
+            } else {
+                disk.snapshot(*name)
+            }
+        })?),
+    };
     if *json {
-        print(format_args!("{}\n", snapshot_json(&made)))
+        print(format_args!("{made}\n"))
     } else {
         print(format_args!(
             "{}: snapshot '{name}' at lsn:{} of cid:{}\n",
             disk.path.display(),
-            made.lsn,
-            made.cid
+            made["lsn"],
+            made["cid"]
         ))
     }
     Ok(())
@@ -111,17 +120,25 @@ pub(super) fn make(arguments: &MakeArguments) -> Result<(), CommandError> {
 /// Writes a mark. A log that keeps no history would lose it with the next checkpoint.
 pub(super) fn mark(arguments: &MarkArguments) -> Result<(), CommandError> {
     let MarkArguments {
-        disk,
+        shared,
         detached,
         text,
         json,
     } = arguments;
+    let disk = &shared.disk;
     let keeps =
         |disk: &storage::Disk| disk.retain() != Retention::Nothing || !disk.snapshots().is_empty();
-    let made = change(disk, detached, |disk| {
-        let mark = || disk.mark(text);
-        keeps(disk).then(mark).transpose()
-    })?;
+    let made = match shared.owner() {
+        Some((owner, disk)) => {
+            let text = text.to_string();
+            Some(owner.ask(&ControlCommand::Mark { text, disk })?)
+        }
+        None => change(disk, detached, |disk| {
+            let mark = || disk.mark(text);
+            keeps(disk).then(mark).transpose()
+        })?
+        .map(|made| mark_json(text, &made)),
+    };
     let Some(made) = made else {
         return Err(CommandError::Failed(format!(
             "{}: its log keeps no history, so a mark would be gone when the disk is opened next: \
@@ -130,13 +147,13 @@ pub(super) fn mark(arguments: &MarkArguments) -> Result<(), CommandError> {
         )));
     };
     if *json {
-        print(format_args!("{}\n", mark_json(text, &made)))
+        print(format_args!("{made}\n"))
     } else {
         print(format_args!(
             "{}: marked lsn:{} of cid:{}\n",
             disk.path.display(),
-            made.lsn,
-            made.cid
+            made["lsn"],
+            made["cid"]
         ))
     }
     Ok(())
@@ -145,40 +162,61 @@ pub(super) fn mark(arguments: &MarkArguments) -> Result<(), CommandError> {
 /// Deletes a snapshot.
 pub(super) fn delete(arguments: &SnapshotArguments) -> Result<(), CommandError> {
     let SnapshotArguments {
-        disk,
+        shared,
         detached,
         name,
         json,
     } = arguments;
-    change(disk, detached, |disk| disk.delete_snapshot(*name))?;
+    let deleted = match shared.owner() {
+        Some((owner, disk)) => {
+            let name = name.as_str().to_owned();
+            owner.ask(&ControlCommand::SnapshotDelete { name, disk })?
+        }
+        None => {
+            change(&shared.disk, detached, |disk| disk.delete_snapshot(*name))?;
+            json!({ "deleted": name.as_str() })
+        }
+    };
     if *json {
-        print(format_args!("{}\n", json!({ "deleted": name.as_str() })));
+        print(format_args!("{deleted}\n"));
     }
     Ok(())
 }
 
 /// Lists the snapshots.
 pub(super) fn list(arguments: &SnapshotsArguments) -> Result<(), CommandError> {
-    let SnapshotsArguments { disk, json } = arguments;
-    let report = storage::inspect(&disk.path, &disk.log()).map_err(cannot_look)?;
-    let snapshots = report
-        .log
-        .map_or_else(Vec::new, |log| log.history.snapshots);
+    let SnapshotsArguments { shared, json } = arguments;
+    let disk = &shared.disk;
+    let snapshots: Vec<_> = match shared.owner() {
+        Some((owner, disk)) => {
+            let mut answer = owner.ask(&ControlCommand::Snapshots { disk })?;
+            answer["snapshots"].as_array_mut().map(std::mem::take)
+        }
+        None => {
+            let report = storage::inspect(&disk.path, &disk.log()).map_err(cannot_look)?;
+            let list = |log: storage::LogReport| {
+                let snapshots = log.history.snapshots.iter();
+                snapshots.map(snapshot_json).collect()
+            };
+            report.log.map(list)
+        }
+    }
+    .unwrap_or_default();
     if *json {
-        let all: Vec<_> = snapshots.iter().map(snapshot_json).collect();
-        print(format_args!("{}\n", Value::from(all)));
+        print(format_args!("{}\n", Value::from(snapshots)));
         return Ok(());
     }
     for snapshot in snapshots {
-        let of = snapshot.disk_id;
+        let number = |key: &str| snapshot[key].as_u64();
+        let of = number("disk_id");
         let alone = of.map_or_else(String::new, |id| format!("  of disk {id} alone"));
         print(format_args!(
             "{}  {}  lsn:{}  cid:{}  {} saved{alone}\n",
-            snapshot.name,
-            time_text(snapshot.unix_us),
-            snapshot.lsn,
-            snapshot.cid,
-            human_size(snapshot.saved_bytes)
+            snapshot["name"].as_str().unwrap_or_default(),
+            time_text(number("unix_us").unwrap_or(0)),
+            snapshot["lsn"],
+            snapshot["cid"],
+            human_size(number("saved_bytes").unwrap_or(0))
         ));
     }
     Ok(())

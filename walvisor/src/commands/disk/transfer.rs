@@ -1,15 +1,17 @@
 //! `walvisor disk import`, `export`, `restore`, `clone` and `resize`.
 
+use std::os::fd::AsFd;
 use std::path::{Path, PathBuf};
 
 use clap::Args;
 use serde_json::{Value, json};
 use walvisor_storage::{self as storage, ImageFormat, Point, StoreOptions};
 
-use super::path::{DetachedImages, DiskPath, print};
+use super::path::{DetachedImages, DiskPath, SharedDisk, print};
 use crate::commands::CommandError;
-use crate::commands::in_use::ask_owner;
+use crate::commands::owner::{LogOwner, ask_owner};
 use crate::commands::threads::Threads;
+use crate::control_socket::ControlCommand;
 use crate::point::rewound_json;
 use crate::progress::with_bar;
 use crate::size::{human_size, parse_size};
@@ -35,7 +37,7 @@ pub(super) struct ImportArguments {
 #[derive(Debug, Args)]
 pub(super) struct ExportArguments {
     #[command(flatten)]
-    disk: DiskPath,
+    shared: SharedDisk,
     /// The raw image to create.
     raw: PathBuf,
     /// Replace RAW if it exists.
@@ -58,7 +60,7 @@ pub(super) struct ExportArguments {
 #[derive(Debug, Args)]
 pub(super) struct RestoreArguments {
     #[command(flatten)]
-    disk: DiskPath,
+    shared: SharedDisk,
     /// The point: cid:N or lsn:N (`walvisor log dump` shows both), a time such as 12:03, 'yesterday
     /// 12:03' or 2026-11-22T12:03:00Z, or a time before now such as -15m.
     #[arg(long, allow_hyphen_values = true)]
@@ -108,7 +110,7 @@ pub(super) struct CloneArguments {
 #[derive(Debug, Args)]
 pub(super) struct ResizeArguments {
     #[command(flatten)]
-    disk: DiskPath,
+    shared: SharedDisk,
     /// New size in bytes, a multiple of 512; K, M, G, T, P and E are powers of 1024, KB, MB and so
     /// on of 1000.
     #[arg(long, value_parser = parse_size)]
@@ -184,10 +186,37 @@ pub(super) fn import(arguments: &ImportArguments) -> Result<(), CommandError> {
     Ok(())
 }
 
+/// Lets the process that has the disk open write a new image of it, as of a point or now. `output`:
+/// its path, and whether to replace what is there.
+fn copy_in_use(
+    owner: &LogOwner,
+    disk: Option<String>,
+    at: Option<Point>,
+    (output, force): (&Path, bool),
+) -> Result<storage::Transfer, CommandError> {
+    let request = ControlCommand::Export {
+        disk,
+        at: at.map(|at| at.to_string()),
+        output: output.to_owned(),
+        force,
+    };
+    let answer = storage::receive_image(output, force, |file| {
+        with_bar("exporting", |progress| {
+            owner.ask_with(&request, &[file.as_fd()], progress)
+        })
+    })?;
+    let bytes = |key: &str| answer[key].as_u64().unwrap_or(0);
+    Ok(storage::Transfer {
+        size: bytes("size_bytes"),
+        copied: bytes("copied_bytes"),
+        shared: false,
+    })
+}
+
 /// Carries out `walvisor disk export`.
 pub(super) fn export(arguments: &ExportArguments) -> Result<(), CommandError> {
     let ExportArguments {
-        disk,
+        shared,
         raw,
         force,
         log_wins,
@@ -195,6 +224,16 @@ pub(super) fn export(arguments: &ExportArguments) -> Result<(), CommandError> {
         threads,
         json,
     } = arguments;
+    let disk = &shared.disk;
+    let said = format!("{}: exported {}", raw.display(), disk.path.display());
+    if !*log_wins
+        && !*salvage
+        && let Some((owner, name)) = shared.owner()
+    {
+        let done = copy_in_use(&owner, name, None, (raw, *force))?;
+        report(*json, &disk.path, ("raw", raw), done, &said);
+        return Ok(());
+    }
     let options = storage::RescueOptions {
         replace: *force,
         log_wins: *log_wins,
@@ -206,7 +245,6 @@ pub(super) fn export(arguments: &ExportArguments) -> Result<(), CommandError> {
     })
     .map_err(CommandError::failed)?;
     let (name, copy) = (disk.path.display(), raw.display());
-    let said = format!("{copy}: exported {name}");
     match (*json, *salvage) {
         (true, true) => {
             let mut told = to_json(&disk.path, ("raw", raw), done);
@@ -242,16 +280,23 @@ pub(super) fn export(arguments: &ExportArguments) -> Result<(), CommandError> {
 /// Carries out `walvisor disk restore`.
 pub(super) fn restore(arguments: &RestoreArguments) -> Result<(), CommandError> {
     let RestoreArguments {
-        disk,
+        shared,
         at,
         output,
         in_place: _,
         threads,
         json,
     } = arguments;
+    let disk = &shared.disk;
     let Some(output) = output else {
-        return restore_in_place(disk, *at, *json);
+        return restore_in_place(shared, *at, *json);
     };
+    let said = format!("{}: restored {}", output.display(), disk.path.display());
+    if let Some((owner, name)) = shared.owner() {
+        let done = copy_in_use(&owner, name, Some(*at), (output, false))?;
+        report(*json, &disk.path, ("raw", output), done, &said);
+        return Ok(());
+    }
     let done = with_bar("restoring", |progress| {
         storage::restore_disk(
             &disk.path,
@@ -263,50 +308,56 @@ pub(super) fn restore(arguments: &RestoreArguments) -> Result<(), CommandError> 
         )
     })
     .map_err(CommandError::failed)?;
-    let said = format!("{}: restored {}", output.display(), disk.path.display());
     report(*json, &disk.path, ("raw", output), done, &said);
     Ok(())
 }
 
 /// Carries out `walvisor disk restore --in-place`.
-fn restore_in_place(disk: &DiskPath, at: Point, json: bool) -> Result<(), CommandError> {
-    let done = storage::rewind_disk(&disk.path, &disk.log(), at);
-    let done = done.map_err(|error| ask_owner(error, "restore"))?;
+fn restore_in_place(shared: &SharedDisk, at: Point, json: bool) -> Result<(), CommandError> {
+    let disk = &shared.disk;
+    let mut done = match shared.owner() {
+        Some((owner, disk)) => owner.ask(&ControlCommand::Restore {
+            at: at.to_string(),
+            disk,
+        })?,
+        None => {
+            let done = storage::rewind_disk(&disk.path, &disk.log(), at);
+            rewound_json(&done.map_err(|error| ask_owner(error, "restore"))?)
+        }
+    };
     let path = disk.path.display();
-    let storage::RewindReport {
-        to_lsn,
-        from_lsn,
-        lsn,
-        undone,
-        redone,
-    } = done;
     let log = if disk.log() == storage::default_log_dir(&disk.path) {
         String::new()
     } else {
         format!(" --log {}", disk.log().display())
     };
-    let undo = format!("walvisor disk restore {path}{log} --at lsn:{from_lsn} --in-place");
-    match (json, lsn) {
-        (true, _) => {
-            let mut report = rewound_json(&done);
-            report["disk"] = json!(disk.path);
-            report["undo"] = json!(lsn.map(|_| undo));
-            print(format_args!("{report}\n"));
-        }
-        (false, None) => print(format_args!(
-            "{path}: the disk already is as of LSN {to_lsn}: nothing to do\n"
-        )),
-        (false, Some(_)) => {
-            let back = match redone {
-                0 => String::new(),
-                redone => format!(", and {redone} are back"),
-            };
-            print(format_args!(
-                "{path}: restored in place as of LSN {to_lsn}: {undone} records are \
-                 undone{back}\nto undo this: {undo}\n"
-            ));
-        }
+    let undo = format!(
+        "walvisor disk restore {path}{log} --at lsn:{} --in-place",
+        done["from_lsn"]
+    );
+    let changed = !done["lsn"].is_null();
+    if json {
+        done["disk"] = json!(disk.path);
+        done["undo"] = json!(changed.then_some(undo));
+        print(format_args!("{done}\n"));
+        return Ok(());
     }
+    let to_lsn = &done["to_lsn"];
+    if !changed {
+        print(format_args!(
+            "{path}: the disk already is as of LSN {to_lsn}: nothing to do\n"
+        ));
+        return Ok(());
+    }
+    let back = match done["redone_records"].as_u64() {
+        None | Some(0) => String::new(),
+        Some(redone) => format!(", and {redone} are back"),
+    };
+    print(format_args!(
+        "{path}: restored in place as of LSN {to_lsn}: {} records are undone{back}\nto undo \
+         this: {undo}\n",
+        done["undone_records"]
+    ));
     Ok(())
 }
 
@@ -356,27 +407,34 @@ pub(super) fn clone(arguments: &CloneArguments) -> Result<(), CommandError> {
 
 /// Carries out `walvisor disk resize`.
 pub(super) fn resize(arguments: &ResizeArguments) -> Result<(), CommandError> {
-    let path = &arguments.disk.path;
-    let log = arguments.disk.log();
-    let storage::Resize { old_size, size } = storage::resize_disk(
-        path,
-        arguments.size,
-        &log,
-        arguments.shrink,
-        &arguments.detached.images,
-    )
-    .map_err(CommandError::failed)?;
+    let (path, log) = (&arguments.shared.disk.path, arguments.shared.disk.log());
+    let mut done = match arguments.shared.owner() {
+        Some((owner, disk)) => owner.ask(&ControlCommand::Resize {
+            disk,
+            size_bytes: arguments.size,
+        })?,
+        None => {
+            let storage::Resize { old_size, size } = storage::resize_disk(
+                path,
+                arguments.size,
+                &log,
+                arguments.shrink,
+                &arguments.detached.images,
+            )
+            .map_err(CommandError::failed)?;
+            json!({ "size_bytes": size, "old_size_bytes": old_size })
+        }
+    };
     if arguments.json {
-        print(format_args!(
-            "{}\n",
-            json!({ "disk": path, "size_bytes": size, "old_size_bytes": old_size })
-        ))
+        done["disk"] = json!(path);
+        print(format_args!("{done}\n"))
     } else {
+        let size = |key: &str| human_size(done[key].as_u64().unwrap_or(0));
         print(format_args!(
             "{}: {} now, {} before\n",
             path.display(),
-            human_size(size),
-            human_size(old_size)
+            size("size_bytes"),
+            size("old_size_bytes")
         ))
     }
     Ok(())

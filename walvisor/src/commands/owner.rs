@@ -1,10 +1,28 @@
-//! Looking at a disk or a log that another process has open: that process can be asked.
+//! A disk or a log that another process has open. If that process has a control socket and can be
+//! trusted, it carries out the command; else the error names it.
+//!
+//! ```text
+//!   disk VERB PATH ──▶ who has locked LOG/control? ──none──▶ the log is opened here
+//!                       │ /proc/locks, /proc/PID/cmdline
+//!                       ▼
+//!                      --control SOCKET ──▶ is its server that process, of this user or root? ──▶ asked
+//! ```
+//! Nothing in the log's directory is believed: the kernel names the process with the lock, and the
+//! process that listens.
 
 use std::ffi::OsStr;
+use std::os::fd::BorrowedFd;
 use std::os::unix::ffi::OsStrExt;
+use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 
+use rustix::net::sockopt::socket_peercred;
+use rustix::process::geteuid;
+use serde_json::Value;
+use walvisor_storage::{Progress, log_writer};
+
 use super::CommandError;
+use crate::control_socket::{ControlCommand, ask_on};
 
 /// The failure of a command that only looks at a disk or a log. If a process with a control socket
 /// has it open, the line ends with the command that asks that process.
@@ -20,6 +38,48 @@ pub(super) fn ask_owner(error: walvisor_storage::Error, request: &str) -> Comman
             socket.display()
         )),
         None => CommandError::failed(error),
+    }
+}
+
+/// The process that has a log open, connected.
+pub(super) struct LogOwner {
+    socket: PathBuf,
+    stream: UnixStream,
+}
+
+impl LogOwner {
+    /// The owner of the log in this directory, if it can be asked: it has a control socket, and is
+    /// this user's process or root's.
+    pub(super) fn find(log_dir: &Path) -> Option<Self> {
+        let pid = log_writer(log_dir)?;
+        let socket = control_socket(pid)?;
+        let stream = UnixStream::connect(&socket).ok()?;
+        let server = socket_peercred(&stream).ok()?;
+        let trusted = server.uid.is_root() || server.uid == geteuid();
+        let holds = u32::try_from(server.pid.as_raw_nonzero().get()) == Ok(pid);
+        (trusted && holds).then_some(Self { socket, stream })
+    }
+
+    /// Lets it carry out a request.
+    ///
+    /// # Errors
+    /// If it refuses, or ends.
+    pub(super) fn ask(&self, request: &ControlCommand) -> Result<Value, CommandError> {
+        self.ask_with(request, &[], &mut |_, _| {})
+    }
+
+    /// As [`ask`](Self::ask), with descriptors. `progress` is called with the bytes done and the
+    /// total.
+    ///
+    /// # Errors
+    /// As [`ask`](Self::ask).
+    pub(super) fn ask_with(
+        &self,
+        request: &ControlCommand,
+        files: &[BorrowedFd<'_>],
+        progress: Progress<'_>,
+    ) -> Result<Value, CommandError> {
+        ask_on(&self.stream, &self.socket, request, files, progress).map_err(CommandError::Failed)
     }
 }
 

@@ -1,0 +1,202 @@
+//! `walvisor disk VERB`, whether or not another process has the disk open.
+
+use std::fs::{self, Permissions};
+use std::os::unix::fs::{PermissionsExt, chown, symlink};
+use std::path::Path;
+use std::process::{Command, Stdio};
+
+use serde_json::Value;
+use walvisor_testkit::nbd::RawClient;
+use walvisor_testkit::wait_until;
+use walvisor_tests::have;
+
+use super::{
+    Daemon, Process, WALVISOR, create, ctl, noise, refused, succeed, test_dir, text, walvisor,
+};
+
+/// Makes a disk with 8 KiB in its log, as a killed process leaves it.
+fn make(dir: &Path) {
+    create(dir, "disk.img", "1M --retain all");
+    let daemon = Daemon::start(dir, "--disk path=disk.img,socket=s");
+    let mut client = RawClient::extended(&dir.join("s"));
+    client.write(1, 4096, &noise(8192));
+    client.flush(2);
+    daemon.kill();
+}
+
+/// An answer without what another run has otherwise.
+fn answer(dir: &Path, words: &str) -> Value {
+    fn clear(value: &mut Value) {
+        match value {
+            Value::Array(all) => all.iter_mut().for_each(clear),
+            Value::Object(all) => {
+                for key in ["unix_us", "cid", "saved_bytes", "shared", "copied_bytes"] {
+                    all.remove(key);
+                }
+            }
+            _ => {}
+        }
+    }
+    let mut answer = serde_json::from_str(&succeed(dir, &format!("{words} --json"))).unwrap();
+    clear(&mut answer);
+    answer
+}
+
+/// What all verbs answer for a disk. `pause` is called before the disk is restored in place.
+fn answers(dir: &Path, pause: impl FnOnce()) -> Vec<Value> {
+    let mut all: Vec<_> = [
+        "disk snapshot disk.img one",
+        "disk snapshot disk.img two --alone",
+        "disk mark disk.img here",
+        "disk snapshots disk.img",
+        "disk export disk.img now.img",
+        "disk export disk.img now.img --force",
+        "disk restore disk.img --at snapshot:one -o then.img",
+        "disk resize disk.img --size 2M",
+        "disk snapshot-delete disk.img two",
+    ]
+    .into_iter()
+    .map(|words| answer(dir, words))
+    .collect();
+    for (words, part) in [
+        ("snapshot disk.img one", "one"),
+        ("snapshot-delete disk.img two", "two"),
+        ("resize disk.img --size 1M", "1048576"),
+        ("export disk.img now.img", "exists"),
+        ("restore disk.img --at lsn:999 -o new.img", "lsn:999"),
+        ("checkpoint disk.img", "history"),
+    ] {
+        refused(dir, &format!("disk {words}"), 1, &[part]);
+    }
+    assert!(!dir.join("new.img").exists(), "half a restore");
+    for copy in ["now.img", "then.img"] {
+        let copied = fs::read(dir.join(copy)).unwrap();
+        assert!(
+            copied.len() == 1 << 20 && copied[4096..12288] == noise(8192),
+            "{copy}"
+        );
+    }
+    pause();
+    all.push(answer(dir, "disk restore disk.img --at lsn:0 --in-place"));
+    // It holds what is between the two points of the restore.
+    all.push(answer(dir, "disk snapshot-delete disk.img one"));
+    assert_eq!(
+        succeed(dir, "disk checkpoint disk.img --give-up-history"),
+        ""
+    );
+    all
+}
+
+#[test]
+fn a_disk_that_is_in_use_answers_as_one_that_is_not() {
+    let [closed, used] = [test_dir(), test_dir()];
+    make(&closed);
+    let expected = answers(&closed, || ());
+    make(&used);
+    let daemon = Daemon::start(&used, "--control ctl --disk path=disk.img,socket=s");
+    let found = answers(&used, || {
+        let restore = "disk restore disk.img --at lsn:0 --in-place";
+        refused(&used, restore, 1, &["ctl SOCKET pause --disk disk.img"]);
+        ctl(&used, "pause --disk disk.img");
+    });
+    assert_eq!(expected, found);
+    assert_eq!(daemon.stop(), "");
+    // Both disks are what they were before the write.
+    for dir in [&closed, &used] {
+        assert!(fs::read(dir.join("disk.img")).unwrap() == [0; 2 << 20]);
+    }
+}
+
+/// However a disk is named, and only if its process can be believed.
+#[test]
+fn only_the_process_that_has_the_log_is_asked() {
+    if !have("flock", "util-linux") || !have("setpriv", "util-linux") {
+        return;
+    }
+    let dir = &test_dir();
+    make(dir);
+    symlink("disk.img", dir.join("link.img")).unwrap();
+    let absolute = dir.join("disk.img").display().to_string();
+    let daemon = Daemon::start(
+        dir,
+        "--control ctl --disk path=disk.img,socket=s,serial=other-name",
+    );
+    for (number, path) in [
+        "disk.img",
+        "./disk.img",
+        &absolute,
+        "link.img --log disk.img.wal",
+    ]
+    .into_iter()
+    .enumerate()
+    {
+        let (path, log) = path.split_once(' ').unwrap_or((path, ""));
+        succeed(dir, &format!("disk snapshot {path} s{number} {log}"));
+    }
+    let in_use = "already open elsewhere, in process ";
+    refused(
+        dir,
+        "disk snapshot disk.img s9 --no-owner",
+        1,
+        &[in_use, "or ask it"],
+    );
+    // Another disk of that log, which its process does not serve.
+    create(dir, "raw.img", "1M");
+    refused(
+        dir,
+        "disk export raw.img out --log disk.img.wal",
+        1,
+        &["no disk '", "raw.img'"],
+    );
+    assert_eq!(daemon.stop(), "");
+
+    let daemon = Daemon::start(dir, "--disk path=disk.img,socket=s");
+    let error = refused(dir, "disk snapshot disk.img s9", 1, &[in_use]);
+    assert!(!error.contains("ask it"), "{error}");
+    assert_eq!(daemon.stop(), "");
+
+    // A process with the log that names the socket of another.
+    create(dir, "mine.img", "1M");
+    let daemon = Daemon::start(dir, "--control ctl --disk path=mine.img,socket=s");
+    let mut command = Command::new("flock");
+    command.args(["--no-fork", "disk.img.wal/control", "sh", "-c", "read line"]);
+    command.args(["--control", "ctl"]).stdin(Stdio::piped());
+    let liar = Process::spawn(command.current_dir(dir));
+    wait_until("the lock", || {
+        let output = walvisor(dir, "disk snapshots disk.img");
+        text(&output.stderr).contains("ask it: walvisor ctl ")
+    });
+    drop(liar);
+    assert_eq!(daemon.stop(), "");
+}
+
+/// Root does not do what the process of another user says.
+#[test]
+fn a_process_of_another_user_is_not_asked() {
+    if !have("setpriv", "util-linux") {
+        return;
+    }
+    let dir = &test_dir();
+    make(dir);
+    let program = dir.join("walvisor");
+    fs::copy(WALVISOR, &program).unwrap();
+    let log = dir.join("disk.img.wal");
+    let files = fs::read_dir(&log)
+        .unwrap()
+        .map(|entry| entry.unwrap().path());
+    for path in files.chain([dir.to_path_buf(), log, dir.join("disk.img")]) {
+        chown(&path, Some(65534), Some(65534)).unwrap();
+    }
+    fs::set_permissions(dir, Permissions::from_mode(0o755)).unwrap();
+    let mut command = Command::new("setpriv");
+    command
+        .args(["--reuid=65534", "--regid=65534", "--clear-groups"])
+        .arg(&program)
+        .args("serve nbd --control ctl --disk path=disk.img,socket=s".split(' '));
+    let daemon = Daemon::start_as(dir, &mut command, 1);
+    let parts = ["already open elsewhere", "or ask it: walvisor ctl "];
+    refused(dir, "disk export disk.img out.img", 1, &parts[..1]);
+    refused(dir, "disk snapshot disk.img s", 1, &parts);
+    assert!(!dir.join("out.img").exists());
+    assert_eq!(daemon.stop(), "");
+}
