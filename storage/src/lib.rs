@@ -120,7 +120,6 @@ pub use {
         DamagedHeader, DamagedSectors, DiskReport, LogReport, SnapshotFault, inspect,
         inspect_with_progress,
     },
-    store::live_points::DiskPoints,
     store::log_root::{
         AssembledLog, ImageReader, LockedLog, LogParts, LogRoot, RootImage, segment_path,
         write_segment,
@@ -128,6 +127,7 @@ pub use {
     store::log_size::resize_log,
     store::members::{leave_log, move_to_log},
     store::open::Store,
+    store::points::{DiskPoints, disk_points},
     store::resize::resize_disk,
     store::rewind::rewind_disk,
     view::horizon::LogHistory,

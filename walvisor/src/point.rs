@@ -39,8 +39,8 @@ pub fn snapshot_json(snapshot: &Snapshot) -> Value {
     })
 }
 
-/// The points of a disk in use, as JSON: each has what is typed for it, `at`.
-pub fn points_json(points: &DiskPoints, retain: Retention) -> Value {
+/// The points of a disk, as JSON: each has what is typed for it, `at`.
+pub fn points_json(points: &DiskPoints) -> Value {
     let mut all = Vec::new();
     for group in &points.newest {
         let (cid, unix_us) = (group.cid, group.unix_us);
@@ -78,7 +78,7 @@ pub fn points_json(points: &DiskPoints, retain: Retention) -> Value {
     all.sort_by_key(|(lsn, _)| *lsn);
     let Commit { lsn, cid, unix_us } = points.oldest;
     json!({
-        "retain": retain.to_string(),
+        "retain": points.retain.to_string(),
         "oldest": { "lsn": lsn, "cid": cid, "unix_us": unix_us },
         "commits": points.groups,
         "points": all.into_iter().map(|(_, point)| point).collect::<Vec<_>>(),

@@ -125,6 +125,9 @@ enum DiskAction {
     Snapshots(snapshot::SnapshotsArguments),
     /// Delete a snapshot.
     SnapshotDelete(snapshot::SnapshotArguments),
+    /// List the points of a disk's history: its snapshots, marks and newest commits, and how far
+    /// back it goes.
+    Points(snapshot::PointsArguments),
     /// Write a mark into the disk's log: a text that names this moment, which 'log dump' shows.
     Mark(snapshot::MarkArguments),
     /// Change the size of a disk.
@@ -188,6 +191,7 @@ pub fn run(arguments: &DiskArguments) -> Result<(), CommandError> {
         DiskAction::Snapshot(arguments) => snapshot::make(arguments),
         DiskAction::Snapshots(arguments) => snapshot::list(arguments),
         DiskAction::SnapshotDelete(arguments) => snapshot::delete(arguments),
+        DiskAction::Points(arguments) => snapshot::points(arguments),
         DiskAction::Mark(arguments) => snapshot::mark(arguments),
         DiskAction::Resize(arguments) => transfer::resize(arguments),
         DiskAction::Leave(arguments) => membership::leave(arguments),

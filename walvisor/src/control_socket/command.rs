@@ -19,7 +19,7 @@ use crate::point::unix_us;
 use crate::size::parse_size;
 
 /// How many commits `points` lists by default, and at most.
-const FEW_POINTS: usize = 20;
+pub(crate) const FEW_POINTS: usize = 20;
 /// See [`FEW_POINTS`].
 pub(super) const MOST_POINTS: usize = 10_000;
 
@@ -381,7 +381,7 @@ fn point_text(text: &str) -> walvisor_storage::Result<String> {
 }
 
 /// Parses the argument of `points --newest`.
-fn at_most_points(text: &str) -> Result<usize, String> {
+pub(crate) fn at_most_points(text: &str) -> Result<usize, String> {
     let number = text.parse().ok().filter(|number| *number <= MOST_POINTS);
     number.ok_or_else(|| format!("give a number up to {MOST_POINTS}"))
 }

@@ -589,9 +589,7 @@ impl ControlledProcess {
             )));
         }
         let disk = self.disk(name)?;
-        let mut answer = in_log(&disk, |disk| {
-            Ok(points_json(&disk.points(most)?, disk.retain()))
-        })?;
+        let mut answer = in_log(&disk, |disk| Ok(points_json(&disk.points(most)?)))?;
         answer["disk"] = disk.name.clone().into();
         answer["log"] = log_name(&*disk.backend).into();
         Ok(answer)

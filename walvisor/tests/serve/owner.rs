@@ -33,6 +33,7 @@ fn answer(dir: &Path, words: &str) -> Value {
                 for key in ["unix_us", "cid", "saved_bytes", "shared", "copied_bytes"] {
                     all.remove(key);
                 }
+                all.values_mut().for_each(clear);
             }
             _ => {}
         }
@@ -58,6 +59,13 @@ fn answers(dir: &Path, pause: impl FnOnce()) -> Vec<Value> {
     .into_iter()
     .map(|words| answer(dir, words))
     .collect();
+    // The numbers of the commits are those of other groups.
+    let points = answer(dir, "disk points disk.img");
+    let named = |point: &&Value| point["kind"] != "commit";
+    let points_at = points["points"].as_array().unwrap().iter();
+    all.extend(points_at.filter(named).cloned());
+    all.push(points["commits"].clone());
+    all.push(points["oldest"].clone());
     for (words, part) in [
         ("snapshot disk.img one", "one"),
         ("snapshot-delete disk.img two", "two"),

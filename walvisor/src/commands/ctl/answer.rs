@@ -131,7 +131,7 @@ fn disk_lines(disk: &Value, indent: &str) -> String {
 }
 
 /// The answer to a request. What changes something is answered with one line.
-pub(super) fn shown(request: &ControlCommand, answer: &Value) -> String {
+pub(in crate::commands) fn shown(request: &ControlCommand, answer: &Value) -> String {
     let disk = text(&answer["disk"]);
     let line = match request {
         ControlCommand::Stats { .. } => return fit_terminal(&stats(answer)),

@@ -9,9 +9,11 @@ use walvisor_storage::{self as storage, MarkText, Retention, SnapshotName, Store
 
 use super::path::{DetachedImages, DiskPath, SharedDisk, print};
 use crate::commands::CommandError;
+use crate::commands::ctl::answer::shown;
 use crate::commands::owner::cannot_look;
-use crate::control_socket::ControlCommand;
-use crate::point::{mark_json, snapshot_json, time_text};
+use crate::commands::threads::Threads;
+use crate::control_socket::{ControlCommand, FEW_POINTS, at_most_points};
+use crate::point::{mark_json, points_json, snapshot_json, time_text};
 use crate::size::human_size;
 
 /// The arguments of `walvisor disk snapshot`.
@@ -48,6 +50,21 @@ pub(super) struct SnapshotsArguments {
     json: bool,
 }
 
+/// The arguments of `walvisor disk points`.
+#[derive(Args, Debug)]
+pub(super) struct PointsArguments {
+    #[command(flatten)]
+    shared: SharedDisk,
+    /// How many of the newest commits; older ones with marks are listed too, as many.
+    #[arg(long = "newest", value_name = "N", default_value_t = FEW_POINTS, value_parser = at_most_points)]
+    most: usize,
+    #[command(flatten)]
+    threads: Threads,
+    /// Print JSON.
+    #[arg(long)]
+    json: bool,
+}
+
 /// The arguments of `walvisor disk mark`.
 #[derive(Args, Debug)]
 pub(super) struct MarkArguments {
@@ -60,6 +77,34 @@ pub(super) struct MarkArguments {
     /// Print JSON.
     #[arg(long)]
     json: bool,
+}
+
+/// Lists the points of a disk's history.
+pub(super) fn points(arguments: &PointsArguments) -> Result<(), CommandError> {
+    let PointsArguments {
+        shared,
+        most,
+        threads,
+        json,
+    } = arguments;
+    let (disk, most) = (&shared.disk, *most);
+    let owner = shared.owner();
+    let request = |disk| ControlCommand::Points { disk, most };
+    let mut points = match owner {
+        Some((owner, disk)) => owner.ask(&request(disk))?,
+        None => {
+            let points = storage::disk_points(&disk.path, &disk.log(), most, threads.get());
+            points_json(&points.map_err(cannot_look)?)
+        }
+    };
+    points["disk"] = json!(disk.path);
+    points["log"] = json!(disk.log());
+    if *json {
+        print(format_args!("{points}\n"));
+    } else {
+        print(format_args!("{}", shown(&request(None), &points)));
+    }
+    Ok(())
 }
 
 /// Opens the disk for one change of its log's history.

@@ -1,17 +1,25 @@
-//! Listing the points of a disk in use.
+//! Listing the points of a disk, whether or not it is in use.
 
 use std::collections::VecDeque;
+use std::num::NonZeroUsize;
+use std::path::Path;
 
+use crate::catalog::options::{DiskOptions, StoreOptions};
+use crate::catalog::retention::Retention;
 use crate::catalog::snapshot::Snapshot;
 use crate::disk::handle::Disk;
 use crate::error::Result;
+use crate::format::Control;
 use crate::log::commit::Commit;
 use crate::log::holds::HoldOwner;
+use crate::medium::file::Segment;
 use crate::recovery::live::read_live;
 use crate::recovery::scan::FoundRecord;
 use crate::store::dump::{Groups, LogGroup, LogRecord, text_of};
+use crate::store::open::Store;
+use crate::sync::Arc;
 
-/// The points of a disk in use: see [`Disk::points`].
+/// The points of a disk: see [`Disk::points`] and [`disk_points`].
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct DiskPoints {
     /// The oldest state that can be reached without a snapshot. The commit group and the time are
@@ -24,6 +32,8 @@ pub struct DiskPoints {
     pub newest: Vec<LogGroup>,
     /// The disk's snapshots, oldest first.
     pub snapshots: Vec<Snapshot>,
+    /// How much history the log keeps.
+    pub retain: Retention,
 }
 
 /// The last few groups.
@@ -41,6 +51,32 @@ impl NewestGroups {
     }
 }
 
+/// The points of a disk that nobody writes, as [`Disk::points`] does. Nothing is changed.
+///
+/// # Errors
+/// As [`Store::open_read_only`], and if the log can't be read.
+pub fn disk_points(
+    path: &Path,
+    log_dir: &Path,
+    most: usize,
+    threads: Option<NonZeroUsize>,
+) -> Result<DiskPoints> {
+    let options = StoreOptions {
+        threads,
+        ..StoreOptions::default()
+    };
+    let store = Store::open_read_only(log_dir, &[DiskOptions::new(path)], &options)?;
+    let control = store.control.as_ref().expect("open for reading only");
+    let disk = &store.disks[0];
+    let state = disk.log.lock();
+    let (applied, newest) = (state.pipeline.applied(), state.pipeline.appended());
+    let segments = state.ring.oldest(usize::MAX).into_iter();
+    let segments = segments.map(|(segment, last)| (segment, last.lsn));
+    let segments: Vec<_> = segments.filter(|(_, last)| *last > applied).collect();
+    drop(state);
+    disk.points_in((&segments, newest), &control.control, most)
+}
+
 impl Disk {
     /// The points of the disk, while it is in use. Of the commit groups it returns the newest
     /// `most`, and as many of the older ones with marks.
@@ -50,10 +86,19 @@ impl Disk {
     /// # Errors
     /// As [`look`](Self::look).
     pub fn points(&self, most: usize) -> Result<DiskPoints> {
-        let (log, disk_id) = (&self.log, self.state.id);
         // Not as for a look: a log that is full meanwhile makes writes wait, and fails none.
         let held = self.hold(HoldOwner::Export)?;
-        let control = &held.control;
+        self.points_in((&held.segments, held.newest), &held.control, most)
+    }
+
+    /// The same, from these segments, each with its last LSN, up to LSN `until`.
+    fn points_in(
+        &self,
+        (segments, until): (&[(Arc<Segment>, u64)], u64),
+        control: &Control,
+        most: usize,
+    ) -> Result<DiskPoints> {
+        let (log, disk_id) = (&self.log, self.state.id);
         let first = control.horizon_of(disk_id).max(control.since(disk_id));
         let mut oldest = Commit {
             lsn: first,
@@ -76,8 +121,8 @@ impl Disk {
         let (mut groups, mut failed) = (Groups::default(), None);
         let threads = log.medium.threads();
         read_live(
-            &held.segments,
-            held.newest,
+            segments,
+            until,
             control,
             threads,
             &mut |found: FoundRecord<'_>| {
@@ -112,6 +157,7 @@ impl Disk {
             groups: count,
             newest: marked.groups.into_iter().chain(recent.groups).collect(),
             snapshots,
+            retain: self.retain(),
         })
     }
 }
