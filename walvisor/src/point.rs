@@ -4,9 +4,10 @@
 use std::time::{SystemTime, UNIX_EPOCH};
 
 use jiff::{SignedDuration, Timestamp};
+use serde::Serialize;
 use serde_json::{Value, json};
 use walvisor_storage::{
-    Commit, DiskPoints, LogHistory, MarkText, Retention, RewindReport, Snapshot,
+    Commit, Disk, DiskPoints, LogHistory, MarkText, Retention, RewindReport, Snapshot,
 };
 
 use crate::size::human_size;
@@ -185,6 +186,37 @@ pub fn refuse_retention(history: &LogHistory, wanted: Retention, disks: Vec<Stri
         disks.join(", "),
         since_text(history.horizon.unix_us),
     )
+}
+
+/// Changes how much history a disk's log keeps, and returns the answer as JSON. Less than it keeps
+/// now only if `gives_up` says so. `names`: the disks of the log.
+///
+/// # Errors
+/// If the log can't be changed. In the result, why the change is refused.
+pub fn set_retention(
+    disk: &Disk,
+    log: Value,
+    wanted: Retention,
+    gives_up: bool,
+    names: impl FnOnce() -> Vec<String>,
+) -> walvisor_storage::Result<Result<Value, String>> {
+    let mut answer = json!({ "retain": wanted.to_string(), "keeps": retain_text(wanted) });
+    let history = disk.history();
+    if history.retain != Retention::Nothing && disk.gives_up_history(wanted) {
+        let names = names();
+        if !gives_up {
+            let why = refuse_retention(&history, wanted, names);
+            return Ok(Err(format!("{why}; {GIVE_UP}")));
+        }
+        answer["history_given_up"] = json!([given_up_json(log, &names, &history)]);
+    }
+    disk.set_retain(wanted)?;
+    Ok(Ok(answer))
+}
+
+/// Whose history a log has lost, and since when it was kept.
+pub fn given_up_json(log: impl Serialize, disks: &[String], lost: &LogHistory) -> Value {
+    json!({ "log": log, "disks": disks, "since_unix_us": lost.horizon.unix_us })
 }
 
 /// When a history begins. `unix_us`: of its horizon, or 0.

@@ -47,6 +47,8 @@ pub fn of(page: &str) -> &'static [&'static str] {
         "walvisor-disk-snapshot" => &["walvisor disk snapshot disk.img evening"],
         "walvisor-disk-snapshots" => &["walvisor disk snapshots disk.img"],
         "walvisor-disk-snapshot-delete" => &["walvisor disk snapshot-delete disk.img evening"],
+        "walvisor-disk-retain" => &["walvisor disk retain disk.img 24h"],
+        "walvisor-disk-points" => &["walvisor disk points disk.img"],
         "walvisor-disk-mark" => &["walvisor disk mark disk.img 'before the upgrade'"],
         "walvisor-serve" => &[
             "walvisor serve --disk path=a.img,door=nbd,socket=nbd.sock --disk \

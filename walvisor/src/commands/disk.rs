@@ -125,6 +125,8 @@ enum DiskAction {
     Snapshots(snapshot::SnapshotsArguments),
     /// Delete a snapshot.
     SnapshotDelete(snapshot::SnapshotArguments),
+    /// Change how much history the disk's log keeps.
+    Retain(snapshot::RetainArguments),
     /// List the points of a disk's history: its snapshots, marks and newest commits, and how far
     /// back it goes.
     Points(snapshot::PointsArguments),
@@ -191,6 +193,7 @@ pub fn run(arguments: &DiskArguments) -> Result<(), CommandError> {
         DiskAction::Snapshot(arguments) => snapshot::make(arguments),
         DiskAction::Snapshots(arguments) => snapshot::list(arguments),
         DiskAction::SnapshotDelete(arguments) => snapshot::delete(arguments),
+        DiskAction::Retain(arguments) => snapshot::retain(arguments),
         DiskAction::Points(arguments) => snapshot::points(arguments),
         DiskAction::Mark(arguments) => snapshot::mark(arguments),
         DiskAction::Resize(arguments) => transfer::resize(arguments),

@@ -10,7 +10,6 @@ use std::path::{Path, PathBuf};
 use std::sync::atomic::Ordering;
 
 use rustix::net::sockopt;
-use serde::Serialize;
 use serde_json::{Value, json};
 use walvisor_devices::backend::{SECTOR_SIZE, flush};
 use walvisor_devices::throttle;
@@ -28,8 +27,8 @@ use crate::disk::{cache_in_force, grow, log_name, logged};
 use crate::disk_spec::WrittenDisk;
 use crate::disks::RemovedDisk;
 use crate::point::{
-    GIVE_UP, mark_json, points_json, refuse_checkpoint, refuse_retention, retain_text,
-    rewound_json, snapshot_json,
+    given_up_json, mark_json, points_json, refuse_checkpoint, rewound_json, set_retention,
+    snapshot_json,
 };
 
 impl ControlledProcess {
@@ -495,7 +494,7 @@ impl ControlledProcess {
                 && !given_up.contains_key(&log)
                 && let Some((history, names)) = self.kept_history(disk)
             {
-                let lost = given_up_json(&log, &names, history.horizon.unix_us);
+                let lost = given_up_json(&log, &names, &history);
                 given_up.insert(log, lost);
             }
         }
@@ -523,20 +522,13 @@ impl ControlledProcess {
     ) -> Result<Value, ControlError> {
         let kept: Retention = retain.parse().map_err(ControlError::new)?;
         let disk = self.disk_of_log(name)?;
-        let lost = logged(&*disk.backend).is_some_and(|disk| disk.gives_up_history(kept));
-        let lost = self.kept_history(&disk).filter(|_| lost);
-        let mut answer = json!({ "retain": kept.to_string(), "keeps": retain_text(kept) });
-        if let Some((history, names)) = lost {
-            if !give_up_history {
-                let why = refuse_retention(&history, kept, names);
-                let why = format_args!("{why}; {GIVE_UP}");
-                return Err(ControlError::at_disk(&disk.name, why));
-            }
-            let (log, since) = (log_name(&*disk.backend), history.horizon.unix_us);
-            answer["history_given_up"] = json!([given_up_json(log, &names, since)]);
-        }
-        in_log(&disk, |disk| disk.set_retain(kept))?;
-        Ok(answer)
+        in_log(&disk, |logged| {
+            let kept_of = || self.kept_history(&disk).map(|(_, names)| names);
+            let names = || kept_of().unwrap_or_default();
+            let log = json!(log_name(&*disk.backend));
+            set_retention(logged, log, kept, give_up_history, names)
+        })?
+        .map_err(|why| ControlError::at_disk(&disk.name, why))
     }
 
     /// The history that the log of a disk keeps, if any, and the names of all disks that have it:
@@ -672,11 +664,6 @@ impl ControlledProcess {
         };
         Ok(json!({ "disk": disk.name, "size_bytes": done.size, "copied_bytes": done.copied }))
     }
-}
-
-/// Whose history a log has lost, and since when it was kept.
-fn given_up_json(log: impl Serialize, disks: &[String], since_unix_us: u64) -> Value {
-    json!({ "log": log, "disks": disks, "since_unix_us": since_unix_us })
 }
 
 /// Runs `action` on a disk that has a log.

@@ -30,7 +30,16 @@ fn answer(dir: &Path, words: &str) -> Value {
         match value {
             Value::Array(all) => all.iter_mut().for_each(clear),
             Value::Object(all) => {
-                for key in ["unix_us", "cid", "saved_bytes", "shared", "copied_bytes"] {
+                for key in [
+                    "unix_us",
+                    "since_unix_us",
+                    "cid",
+                    "saved_bytes",
+                    "shared",
+                    "copied_bytes",
+                    // Their names, or the paths of their images.
+                    "disks",
+                ] {
                     all.remove(key);
                 }
                 all.values_mut().for_each(clear);
@@ -55,6 +64,7 @@ fn answers(dir: &Path, pause: impl FnOnce()) -> Vec<Value> {
         "disk restore disk.img --at snapshot:one -o then.img",
         "disk resize disk.img --size 2M",
         "disk snapshot-delete disk.img two",
+        "disk retain disk.img 50M --give-up-history",
     ]
     .into_iter()
     .map(|words| answer(dir, words))
@@ -73,6 +83,7 @@ fn answers(dir: &Path, pause: impl FnOnce()) -> Vec<Value> {
         ("export disk.img now.img", "exists"),
         ("restore disk.img --at lsn:999 -o new.img", "lsn:999"),
         ("checkpoint disk.img", "history"),
+        ("retain disk.img off", "--give-up-history"),
     ] {
         refused(dir, &format!("disk {words}"), 1, &[part]);
     }

@@ -13,7 +13,7 @@ use crate::commands::ctl::answer::shown;
 use crate::commands::owner::cannot_look;
 use crate::commands::threads::Threads;
 use crate::control_socket::{ControlCommand, FEW_POINTS, at_most_points};
-use crate::point::{mark_json, points_json, snapshot_json, time_text};
+use crate::point::{mark_json, points_json, set_retention, snapshot_json, time_text};
 use crate::size::human_size;
 
 /// The arguments of `walvisor disk snapshot`.
@@ -50,6 +50,23 @@ pub(super) struct SnapshotsArguments {
     json: bool,
 }
 
+/// The arguments of `walvisor disk retain`.
+#[derive(Args, Debug)]
+pub(super) struct RetainArguments {
+    #[command(flatten)]
+    shared: SharedDisk,
+    #[command(flatten)]
+    detached: DetachedImages,
+    /// How much: off, all, a time such as 24h, or a size such as 50G.
+    retain: Retention,
+    /// Do it although it is less than the log keeps now, of all its disks.
+    #[arg(long)]
+    give_up_history: bool,
+    /// Print JSON.
+    #[arg(long)]
+    json: bool,
+}
+
 /// The arguments of `walvisor disk points`.
 #[derive(Args, Debug)]
 pub(super) struct PointsArguments {
@@ -77,6 +94,42 @@ pub(super) struct MarkArguments {
     /// Print JSON.
     #[arg(long)]
     json: bool,
+}
+
+/// Changes how much history the log keeps.
+pub(super) fn retain(arguments: &RetainArguments) -> Result<(), CommandError> {
+    let RetainArguments {
+        shared,
+        detached,
+        retain,
+        give_up_history,
+        json,
+    } = arguments;
+    let (disk, give_up_history) = (&shared.disk, *give_up_history);
+    let owner = shared.owner();
+    let request = |disk| ControlCommand::SetRetain {
+        disk,
+        retain: retain.to_string(),
+        give_up_history,
+    };
+    let answer = match owner {
+        Some((owner, disk)) => owner.ask(&request(disk))?,
+        None => change(disk, detached, |open| {
+            let names = || {
+                let members = open.members().into_iter().flatten();
+                let names = members.map(|(_, path)| path.display().to_string());
+                names.collect()
+            };
+            set_retention(open, json!(disk.log()), *retain, give_up_history, names)
+        })?
+        .map_err(|why| CommandError::Failed(format!("{}: {why}", disk.path.display())))?,
+    };
+    if *json {
+        print(format_args!("{answer}\n"));
+    } else {
+        print(format_args!("{}", shown(&request(None), &answer)));
+    }
+    Ok(())
 }
 
 /// Lists the points of a disk's history.
