@@ -105,7 +105,7 @@ impl<'a> Lease<'a> {
     pub(crate) async fn take(archive: &'a Archive, base: ObjectId) -> Result<Option<Self>> {
         let text = serde_json::to_vec(&LeaseNote { base }).map_err(object::not_json)?;
         let (name, bytes) = (layout::lease(&random()?), text.into());
-        // Only a lease that was taken: dropping one calls the store, which panics in here.
+        // Drop only leases that were taken: dropping one blocks on the store, which panics here.
         let put = archive.put(&name, &bytes).await;
         Ok(put.is_ok().then(|| Self {
             archive,

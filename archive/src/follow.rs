@@ -121,7 +121,7 @@ impl<'a> Replica<'a> {
     /// # Errors
     /// [`ErrorKind::NotFound`] if there is no archive, or its first images are not complete;
     /// [`ErrorKind::InvalidInput`] if something else is in the directory, another process follows
-    /// there, or the replica was opened to be written; [`ErrorKind::Damaged`] if an object is
+    /// there, or the replica was opened for writing; [`ErrorKind::Damaged`] if an object is
     /// missing or wrong.
     pub fn open(archive: &'a Archive, dir: &Path, progress: Progress<'_>) -> Result<Self> {
         let made = fs::create_dir_all(dir);
@@ -694,7 +694,7 @@ impl<'a> Replica<'a> {
         }
     }
 
-    /// Refuses a replica that was opened to be written: what it has got since is nowhere else.
+    /// Refuses a replica that was opened for writing: what it has got since is nowhere else.
     fn refuse_opened(&self) -> Result<()> {
         match LogRoot::read(&self.log_dir) {
             Ok(root) => self.refuse_other(&root),
@@ -708,8 +708,8 @@ impl<'a> Replica<'a> {
             return Ok(());
         }
         let message = format!(
-            "{}: the replica was opened to be written, so it follows nothing any more; name \
-             another directory, or remove {} to keep it as a log of its own",
+            "{}: this replica was opened for writing and can no longer follow; follow into \
+             another directory, or remove {} to keep it as an ordinary log",
             self.dir.display(),
             self.dir.join(REPLICA_NOTE).display()
         );

@@ -1090,8 +1090,8 @@ fn not_ours(archive: &Archive, stranger: &Claim, copy: &LogCopy) -> Error {
     Error::new(
         ErrorKind::Fenced,
         format!(
-            "{}: {owner} has written this archive since{place}, and this log does not go on where it \
-             ends; if this log is the one to archive, add --take-over",
+            "{}: {owner} has since written to this archive{place}, and this log does not continue from its \
+             end; if this log is the one to archive, add --take-over",
             archive.shown()
         ),
     )

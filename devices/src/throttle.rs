@@ -249,7 +249,7 @@ impl Timer {
         };
         if let Err(error) = timerfd_settime(&self.fd, TimerfdTimerFlags::ABSTIME, &time) {
             tracing::error!(
-                "a disk's limits: requests wait for a timer that cannot be set: {error}"
+                "cannot set the rate limiter's timer: delayed requests stay queued: {error}"
             );
         }
     }

@@ -43,7 +43,7 @@ faults! {
         /// A checkpoint ends although the map of a spill file does not have what it wrote there. The
         /// medium does not know what the file means.
         SpillUncommitted,
-        /// A spill file is removed before the image is synced that got everything from it. The medium
+        /// Removes a spill file before syncing the image that received its bytes. The medium
         /// cannot tell that sync of an image from others.
         CopyBackUnsynced,
         /// A control file that could not be written may name the spill file all the same, and nobody

@@ -132,7 +132,7 @@ for round in 1 2; do
     say "fio saw: status $(cat load-$round.status)"
     grep -q 'err= *0' load-$round.fio || cat load-$round.fio
 done
-grep -o "disk 'raw' was left by a process that had writes in its memory" round-2.log | sed 's/^/guest: /'
+grep -o "disk 'raw': the last process died with unflushed writes" round-2.log | sed 's/^/guest: /'
 for number in $(seq 10); do
     dd if=/dev/urandom of=content bs=4096 count=$((number % 7 + 1)) 2>/dev/null
     dd if=content of=/mnt/files/kept-$number bs=1M conv=fsync 2>/dev/null || exit 1

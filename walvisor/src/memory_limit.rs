@@ -51,7 +51,7 @@ pub fn check(limit: u64, disks: &[DiskSpec]) -> Result<(), String> {
         return Ok(());
     }
     Err(format!(
-        "{}: the process and its disks need {}: give more, or the logs a smaller index-memory=",
+        "{}: too small: this process and its disks need {}; raise it, or lower index-memory=",
         show_size(limit),
         show_size(least),
     ))

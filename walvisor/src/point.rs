@@ -169,8 +169,8 @@ pub fn refuse_checkpoint(history: &LogHistory, disks: Vec<String>) -> Result<(),
         return Ok(());
     }
     Err(format!(
-        "its log keeps history (retain={}), and a checkpoint would end it for {}: what is there \
-         since {} would be lost; {GIVE_UP}",
+        "its log keeps history (retain={}): a checkpoint would discard the history of {} since {}; \
+         {GIVE_UP}",
         history.retain,
         disks.join(", "),
         since_text(history.horizon.unix_us),

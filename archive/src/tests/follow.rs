@@ -97,7 +97,7 @@ fn a_replica_that_was_opened_to_be_written_is_left_alone() {
     let told = following.tick().unwrap_err();
     assert_eq!(told.kind(), ErrorKind::InvalidInput);
     assert!(
-        told.to_string().contains("was opened to be written"),
+        told.to_string().contains("was opened for writing"),
         "{told}"
     );
     drop(following);

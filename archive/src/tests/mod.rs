@@ -381,7 +381,7 @@ fn a_log_that_went_on_without_the_archive_begins_anew_and_the_old_span_stays() {
     claim_elsewhere(&archive, 1);
     let refused = refused(&archive, &bench.log());
     assert_eq!(refused.kind(), ErrorKind::Fenced);
-    let told = "process 1 on elsewhere has written this archive since";
+    let told = "process 1 on elsewhere has since written to this archive";
     assert!(refused.to_string().contains(told), "{refused}");
     let mut up = Uploader::new(&archive, &bench.log(), take_over()).unwrap();
     assert!(up.take_reason().unwrap().contains("not any more"));

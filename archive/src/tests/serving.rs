@@ -393,7 +393,7 @@ fn no_command_takes_an_image_for_complete_that_lacks_chunks() {
 /// A restore was ended; when it is run again there are newer images, with zeroes in a chunk that it
 /// had fetched.
 #[test]
-fn nothing_stays_of_the_images_that_an_earlier_restore_had_begun_with() {
+fn a_new_restore_discards_the_partial_images_of_an_earlier_one() {
     for serves in [false, true] {
         let (bench, faulty) = archived();
         let archive = archive_in(faulty.clone());

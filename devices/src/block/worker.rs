@@ -129,8 +129,8 @@ impl<M: DeviceMemory> QueueWorker<M> {
             return Ok(false);
         }
         if !self.queue.is_emptied() {
-            // There was no room, or the turn was over. A completion will wake the worker, or the
-            // time if it waits for memory; it needs no doorbells until then.
+            // There was no room, or the turn was over. A completion wakes the
+            // worker (a timer, if it waits for memory), so doorbells stay off.
             return Ok(self.hungry_since.is_none()
                 && self.in_flight.has_room()
                 && !self.batch.is_full(self.queue.ring.size())

@@ -65,7 +65,7 @@ pub enum DeviceError {
         sectors: u64,
     },
     /// The server's threads have ended.
-    #[error("{0}: its queues are not served: the log says why")]
+    #[error("{0}: its queues are not served; the daemon's messages say why")]
     Unserved(String),
     /// The system refused a step.
     #[error("ublk: cannot {step}: {error}")]

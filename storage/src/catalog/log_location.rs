@@ -180,7 +180,7 @@ mod tests {
 
     /// An attribute that names no log, or one that does not have this file, refuses nothing.
     #[test]
-    fn an_outdated_name_of_a_log_refuses_nothing() {
+    fn a_stale_log_name_in_an_image_is_ignored() {
         let dir = tempfile::tempdir().unwrap();
         let (disk, log) = (dir.path().join("disk"), dir.path().join("log"));
         create_disk(&disk, MIB, &log, &options()).unwrap();

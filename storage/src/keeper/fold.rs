@@ -48,7 +48,7 @@ fn who_needs(holds: &Holds, lsn: u64) -> String {
             format!("snapshot '{name}' needs the log; delete it with 'snapshot-delete {name}'")
         }
         Some(HoldOwner::Look) | None => {
-            "a look at a disk needs the log; end it (unlook)".to_owned()
+            "an open look holds the log; close it with 'ctl unlook'".to_owned()
         }
     }
 }
@@ -440,7 +440,7 @@ impl Keeper {
             let disk = disk(id).ok_or_else(|| {
                 let dir = self.log.dir.display();
                 let message =
-                    format!("{dir}: damaged: records of disk {id}, which this log does not have");
+                    format!("{dir}: damaged: it has records of disk {id}, but no such disk");
                 Error::new(ErrorKind::Damaged, message)
             })?;
             Ok((disk, Arc::new(builder.finish()?)))

@@ -219,7 +219,7 @@ mod tests {
 
     /// A waiter locks the file that is finally at the path.
     #[test]
-    fn waiters_lock_the_file_that_is_finally_at_the_path() {
+    fn a_waiter_locks_the_file_now_at_the_path() {
         let dir = tempfile::tempdir().unwrap();
         let (path, newer) = (dir.path().join("file"), dir.path().join("newer"));
         std::fs::write(&path, "old").unwrap();

@@ -235,7 +235,7 @@ impl LogFollower {
             if !self.verified {
                 let lsn = place.lsn;
                 return Ok(Advance::Lost(format!(
-                    "it does not have the record with LSN {lsn} that was read, or not any more"
+                    "record {lsn}, which was read earlier, is no longer in the log"
                 )));
             }
         }
@@ -248,8 +248,8 @@ impl LogFollower {
         let next = later.next();
         match (here, next.map(|next| next.header.previous_lsn.get())) {
             (_, Some(lsn)) if lsn < place.lsn => Ok(Advance::Lost(format!(
-                "it has other records after LSN {lsn} than those up to LSN {} that were read: it \
-                 was restored from a copy",
+                "its records after LSN {lsn} differ from those read before (up to LSN {}): it was \
+                 restored from a copy",
                 place.lsn
             ))),
             (_, Some(lsn)) if lsn == place.lsn => {

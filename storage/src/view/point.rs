@@ -199,8 +199,7 @@ impl Point {
             (None, None, None) => Err(self.refused(
                 log_dir,
                 &format!(
-                    "there is only LSN {horizon}, which the base image holds; the log has \
-                     retain={}",
+                    "the only point is LSN {horizon}, the base image itself (retain={})",
                     Retention::of(&control.history)
                 ),
             )),

@@ -480,7 +480,7 @@ fn push(
         print(format_args!("{line}\n"));
     } else {
         print(format_args!(
-            "{}: has the disks as of {}; sent {} in {:.1} s\n",
+            "{}: archived up to {}; sent {} in {:.1} s\n",
             archive.shown(),
             point_text(last),
             human_size(traffic.sent_bytes),
@@ -886,8 +886,8 @@ fn promote(archive: &Archive, dir: &Path, json: bool) -> Result<(), CommandError
     let promotion = replica.promote()?;
     if promotion.left_behind {
         tracing::warn!(
-            "the archive has newer records, but no complete images for them: the old host had \
-             begun the archive anew; they are not in the replica"
+            "this replica lacks the newest records: the old host restarted the archive, and its new \
+             images are incomplete"
         );
     }
     report_restored(
@@ -1057,7 +1057,7 @@ fn report_verified(done: &RestoreReport, json: bool) {
         return print(format_args!("{}\n", restored_json(done)));
     }
     print(format_args!(
-        "right up to {}: {} disks, {} chunks of images, {} of log\n",
+        "verified up to {}: {} disks, {} chunks of images, {} of log\n",
         point_text(done.commit),
         done.disks.len(),
         done.chunks,

@@ -47,15 +47,13 @@ impl LioDisk {
         if stood && !store.is_durable() && !TargetExport::of(&store).is_empty() {
             Self::clear(&store).map_err(|error| {
                 TargetError::Taken(format!(
-                    "{error} (it was left by a process that had writes in its memory: what was not \
-                     flushed is gone, and initiators must not go on without knowing; with \
-                     cache=writethrough they can)"
+                    "{error} (the last process died with unflushed writes, so initiators must see a \
+                     new disk; with cache=writethrough they keep theirs)"
                 ))
             })?;
             tracing::warn!(
-                "disk '{}' was left by a process that had writes in its memory: what was not \
-                 flushed is gone, so its initiators get a new disk (with cache=writethrough they \
-                 keep theirs)",
+                "disk '{}': the last process died with unflushed writes, so initiators see a new \
+                 disk (with cache=writethrough they keep theirs)",
                 wanted.name
             );
             (store, stood) = Backstore::raise(target, wanted)?;

@@ -752,7 +752,7 @@ fn what_can_not_be_done_is_said_in_one_line() {
     }
     says("push disk.img URL", 1, "this is not a log");
     let pushed = run(dir, &format!("push disk.img.wal {url}"));
-    assert!(pushed.contains("has the disks as of lsn:0"), "{pushed}");
+    assert!(pushed.contains("archived up to lsn:0"), "{pushed}");
     let why = "nothing in the archive leads to cid:900; it reaches from";
     says("restore URL back --at cid:900", 1, why);
     says("restore URL .", 1, "the directory is not empty");

@@ -153,8 +153,8 @@ fn what_holds_a_log_is_told() {
     told(dir, "unlook l");
     drop(client);
     let errors = daemon.stop();
-    let line = "80 % of its room, and writes fail at 100 %: a look at a disk needs the log; end it \
-                (unlook)";
+    let line = "80 % of its room, and writes fail at 100 %: an open look holds the log; close it \
+                with 'ctl unlook'";
     assert!(
         errors.contains(line) && errors.lines().count() == 1,
         "{errors}"

@@ -108,7 +108,7 @@ fn what_cannot_be_saved_is_one_line_and_changes_nothing() {
     fs::write(dir.join("pool.toml"), pool).unwrap();
     let daemon = start(dir, 1);
     ctl(dir, "add-disk path=b,door=nbd,socket=n");
-    refused("disk 'b': the file's [defaults] would give it retain=1h");
+    refused("disk 'b': [defaults] would set retain=1h");
     fs::write(dir.join("pool.toml"), "disk = 1\n").unwrap();
     refused("pool.toml: no disk: give a table");
     fs::remove_file(dir.join("pool.toml")).unwrap();

@@ -182,8 +182,7 @@ fn beside_defaults(
         }
     }
     Err(format!(
-        "the file's [defaults] would give it {}: remove it, and add it with that key as you want \
-         it",
+        "[defaults] would set {}: add the disk again with that key spelled out",
         refused.unwrap_or_default()
     ))
 }
@@ -238,7 +237,7 @@ mod tests {
         // It has a log of its own, which the file has to say, and its history.
         let error = changed(FILE, &[A, B, "path=c,socket=s"]).err().unwrap();
         assert!(
-            error.contains("disk 'c': the file's [defaults] would give it retain=24h"),
+            error.contains("disk 'c': [defaults] would set retain=24h"),
             "{error}"
         );
         let (text, _) = changed(FILE, &[A, B, "path=c,socket=s,retain=24h"]).unwrap();
