@@ -10,7 +10,7 @@ pub enum Condition {
     /// It can.
     #[default]
     Ok,
-    /// It can, but writes wait for this.
+    /// Nothing is broken, but writes wait for this; or fail, while nobody may wait for it.
     Stalled(StallCause),
     /// A file system has no space for the log or the base images. The log retries every second.
     NoSpace(Trouble),

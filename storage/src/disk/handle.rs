@@ -328,7 +328,7 @@ impl Disk {
         if size < old_size {
             return Err(invalid(format!(
                 "{}: the disk is in use, so it cannot shrink from {old_size} to {size} bytes; stop \
-                 the program that uses it, then run 'walvisor disk resize'",
+                 the program that uses it, then run 'walvisor disk resize --shrink'",
                 disk.path.display()
             )));
         }

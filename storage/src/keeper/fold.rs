@@ -11,6 +11,7 @@
 
 use std::collections::BTreeMap;
 
+use crate::catalog::retention::Retention;
 use crate::catalog::snapshot::Snapshot;
 use crate::checkpoint::copy::{CopyOutcome, FrozenLayer};
 use crate::checkpoint::pace::CopyPace;
@@ -74,6 +75,8 @@ impl Keeper {
         }
         let log = self.log.clone();
         loop {
+            // The last fold held what it freed.
+            self.reclaim();
             let mut state = log.lock();
             if state.ring.waits_for_readers() {
                 // They hold the room for one read only.
@@ -90,8 +93,11 @@ impl Keeper {
             let starved = state.ring.is_starved();
             let pressed = heavy || state.is_pressed();
             let Some(range) = self.next_range(&mut state, pressed) else {
-                drop(state);
                 let full = starved || log.index_is_full();
+                let (is_read, retain) = (state.ring.has_readers(), state.keeper.retain);
+                // Readers hold what would make room, for one read only.
+                state.keeper.checkpoint |= full && is_read;
+                drop(state);
                 return match held {
                     // Writers wait until that has ended.
                     Some(_) if briefly => Ok(()),
@@ -99,7 +105,11 @@ impl Keeper {
                         Err(self.held_error("no segment of the log can be freed", lsn))
                     }
                     // Everything is in the last segment.
-                    None if heavy || full => self.checkpoint(false, false).map(drop),
+                    None if heavy || full && !is_read => {
+                        let shortened = !matches!(retain, Retention::Nothing | Retention::All);
+                        self.note_shortened(shortened);
+                        self.checkpoint(false, false).map(drop)
+                    }
                     _ => Ok(()),
                 };
             };
@@ -154,7 +164,17 @@ impl Keeper {
         let (wanted, early) = state.ring.expired(retain, now, pressed, held);
         let (count, more) = self.without_split_rewinds(state, wanted, pressed, held);
         let early = early + more;
-        let shortened = early > 0 && retain != crate::Retention::All;
+        self.note_shortened(early > 0 && retain != Retention::All);
+        let segments = state.ring.oldest(count);
+        let last = segments.last()?.1;
+        let stop = self.stop_before(last.lsn);
+        stop.map_or(Some(FoldRange { segments, last }), |stop| {
+            Some(self.range_up_to(stop, state))
+        })
+    }
+
+    /// Reports once that history is dropped earlier than its retention says.
+    fn note_shortened(&mut self, shortened: bool) {
         if shortened && !self.shortened {
             tracing::warn!(
                 "log {}: it has no room for all the history it should keep, so the oldest goes; \
@@ -163,12 +183,6 @@ impl Keeper {
             );
         }
         self.shortened |= shortened;
-        let segments = state.ring.oldest(count);
-        let last = segments.last()?.1;
-        let stop = self.stop_before(last.lsn);
-        stop.map_or(Some(FoldRange { segments, last }), |stop| {
-            Some(self.range_up_to(stop, state))
-        })
     }
 
     /// Whether something must stay in the log, for the simulation.
@@ -443,7 +457,14 @@ impl Keeper {
                     format!("{dir}: damaged: it has records of disk {id}, but no such disk");
                 Error::new(ErrorKind::Damaged, message)
             })?;
-            Ok((disk, Arc::new(builder.finish()?)))
+            let layer = builder.finish()?;
+            let end = layer.iter().map(|piece| piece.sector + piece.sectors).max();
+            if end.is_some_and(|end| end > disk.sectors()) {
+                let path = disk.path.display();
+                let message = format!("{path}: damaged: the log has records beyond its end");
+                return Err(Error::new(ErrorKind::Damaged, message));
+            }
+            Ok((disk, Arc::new(layer)))
         });
         layers.collect()
     }

@@ -147,20 +147,32 @@ impl Log {
     fn stall(&self, state: &LogState, disk: &DiskState) -> Admission {
         let (keeper, ring) = (&state.keeper, &state.ring);
         let fails = keeper.trouble != Condition::Ok;
-        let answer = |cause, waits| match waits {
-            true => Admission::Wait(cause),
-            false => Admission::Fail(cause),
-        };
-        if disk.spill_full.load(Ordering::Relaxed) {
-            answer(StallCause::SpillFull, keeper.pauses)
-        } else if ring.is_full() || !fails && ring.holds_back() {
-            answer(StallCause::LogFull, !fails || keeper.pauses_for_space())
-        } else if self.index_is_full() {
-            answer(StallCause::IndexFull, !fails || keeper.pauses_for_space())
-        } else if state.is_backlogged() {
-            answer(StallCause::Replica, !state.refuses_backlog())
-        } else {
-            Admission::Go
+        let room_comes = !fails || keeper.pauses_for_space();
+        let met = [
+            (
+                disk.spill_full.load(Ordering::Relaxed),
+                StallCause::SpillFull,
+                keeper.pauses,
+            ),
+            (
+                ring.is_full() || !fails && ring.holds_back(),
+                StallCause::LogFull,
+                room_comes,
+            ),
+            (self.index_is_full(), StallCause::IndexFull, room_comes),
+            (
+                state.is_backlogged(),
+                StallCause::Replica,
+                !state.refuses_backlog(),
+            ),
+        ];
+        let met = met.into_iter().filter(|(met, ..)| *met);
+        // What fails counts before what waits.
+        let first = met.min_by_key(|(_, _, waits)| *waits);
+        match first {
+            None => Admission::Go,
+            Some((_, cause, true)) => Admission::Wait(cause),
+            Some((_, cause, false)) => Admission::Fail(cause),
         }
     }
 

@@ -150,16 +150,19 @@ fn closing_without_space_leaves_everything_in_the_log() {
 /// Without space for more segment files the ring keeps its size and is reused, history or not.
 #[test]
 fn a_log_that_can_not_grow_recycles_its_segments() {
-    recycle(Retention::Nothing, 0);
-    recycle(Retention::All, 1);
+    recycle(Retention::Nothing, 0, 2);
+    recycle(Retention::All, 1, 2);
+    recycle(Retention::All, 0, 3);
 }
 
-fn recycle(retain: Retention, snapshots: usize) {
+fn recycle(retain: Retention, snapshots: usize, most: u32) {
     let (fixture, mut running) = open();
     let mut port = running.disks[0].open_port().unwrap();
     let files = |running: &RunningStore| running.disks[0].log.lock().ring.counts().0;
-    while files(&running) < 2 {
+    while files(&running) < most {
         running.keeper.step(false).unwrap();
+        end(&mut running, &mut port, write(0)).unwrap();
+        end(&mut running, &mut port, Operation::Flush).unwrap();
     }
     let retained = running.keeper.change_history(|control| retain.set(control));
     retained.unwrap();
@@ -172,8 +175,11 @@ fn recycle(retain: Retention, snapshots: usize) {
     for number in 1..40 {
         end(&mut running, &mut port, write(number)).unwrap();
         end(&mut running, &mut port, Operation::Flush).unwrap();
+        let log = &running.disks[0].log;
+        let kept = log.lock().pipeline.unapplied() > 0;
+        assert!(kept || most == 2, "only the oldest segments are given up");
     }
-    assert_eq!(files(&running), 2);
+    assert_eq!(files(&running), most);
     // The ring grows again when it has to and can.
     shortage(&fixture, true, false);
     fill(&mut running, &mut port, 1);

@@ -15,6 +15,9 @@ use std::os::fd::BorrowedFd;
 use std::os::unix::ffi::OsStrExt;
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
+use std::sync::mpsc::{self, RecvTimeoutError};
+use std::thread;
+use std::time::Duration;
 
 use rustix::net::sockopt::socket_peercred;
 use rustix::process::geteuid;
@@ -23,6 +26,9 @@ use walvisor_storage::{Progress, log_writer};
 
 use super::CommandError;
 use crate::control_socket::{ControlCommand, ask_on};
+
+/// After this time, the user is told who has not answered.
+const PATIENCE: Duration = Duration::from_secs(3);
 
 /// The failure of a command that only looks at a disk or a log. If a process with a control socket
 /// has it open, the line ends with the command that asks that process.
@@ -43,6 +49,7 @@ pub(super) fn ask_owner(error: walvisor_storage::Error, request: &str) -> Comman
 
 /// The process that has a log open, connected.
 pub(super) struct LogOwner {
+    pid: u32,
     socket: PathBuf,
     stream: UnixStream,
 }
@@ -57,7 +64,11 @@ impl LogOwner {
         let server = socket_peercred(&stream).ok()?;
         let trusted = server.uid.is_root() || server.uid == geteuid();
         let holds = u32::try_from(server.pid.as_raw_nonzero().get()) == Ok(pid);
-        (trusted && holds).then_some(Self { socket, stream })
+        (trusted && holds).then_some(Self {
+            pid,
+            socket,
+            stream,
+        })
     }
 
     /// Lets it carry out a request.
@@ -79,7 +90,22 @@ impl LogOwner {
         files: &[BorrowedFd<'_>],
         progress: Progress<'_>,
     ) -> Result<Value, CommandError> {
-        ask_on(&self.stream, &self.socket, request, files, progress).map_err(CommandError::Failed)
+        let (pid, socket) = (self.pid, self.socket.display());
+        // It may be stopped, or have much to do.
+        let (answered, waits) = mpsc::channel::<()>();
+        let told = thread::scope(|scope| {
+            scope.spawn(move || {
+                if waits.recv_timeout(PATIENCE) == Err(RecvTimeoutError::Timeout) {
+                    tracing::warn!("waiting for process {pid}, which has the log open");
+                }
+            });
+            let told = ask_on(&self.stream, &self.socket, request, files, progress);
+            drop(answered);
+            told
+        });
+        // It does not know how its socket is called here.
+        let named = |error: String| error.replace("ctl SOCKET", &format!("ctl {socket}"));
+        told.map_err(|error| CommandError::Failed(named(error)))
     }
 }
 

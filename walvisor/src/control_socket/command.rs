@@ -98,6 +98,29 @@ pub enum CacheChoice {
 const DISK: &str = "The disk's name in stats (its serial=, else its path=), or that of its export; \
                     optional if there is only one disk, or only one log for a request about a log";
 
+/// Which disk: its name, as `--disk` takes it, or its image and its log.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(untagged)]
+pub enum DiskChoice {
+    /// The name.
+    Name(String),
+    /// Absolute paths. However they are written, they count as what they name.
+    Image {
+        /// The image.
+        #[serde(serialize_with = "lossy")]
+        image: PathBuf,
+        /// The log's directory.
+        #[serde(serialize_with = "lossy")]
+        log: PathBuf,
+    },
+}
+
+impl From<&str> for DiskChoice {
+    fn from(name: &str) -> Self {
+        Self::Name(name.to_owned())
+    }
+}
+
 /// A change of a disk's limits. A limit that is not given stays, and 0 removes it.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize, Args)]
 #[serde(deny_unknown_fields)]
@@ -195,7 +218,7 @@ pub enum ControlCommand {
     Resize {
         /// Which disk.
         #[arg(long, value_name = "NAME", help = DISK)]
-        disk: Option<String>,
+        disk: Option<DiskChoice>,
         /// Its new size, with K, M, G or T
         #[arg(long = "size", value_name = "SIZE", value_parser = parse_size)]
         size_bytes: u64,
@@ -215,7 +238,7 @@ pub enum ControlCommand {
     Checkpoint {
         /// Which disk: all of its log are copied. Without one, all logs.
         #[arg(long, value_name = "NAME", help = DISK)]
-        disk: Option<String>,
+        disk: Option<DiskChoice>,
         /// Do it although the log keeps history, which is lost then, of all its disks
         #[arg(long)]
         #[serde(default)]
@@ -225,7 +248,7 @@ pub enum ControlCommand {
     Export {
         /// Which disk.
         #[arg(long, value_name = "NAME", help = DISK)]
-        disk: Option<String>,
+        disk: Option<DiskChoice>,
         /// The point to export instead of now, as for 'look'
         #[arg(long, value_name = "AT", allow_hyphen_values = true, value_parser = point_text)]
         at: Option<String>,
@@ -250,13 +273,13 @@ pub enum ControlCommand {
         alone: bool,
         /// Which disk.
         #[arg(long, value_name = "NAME", help = DISK)]
-        disk: Option<String>,
+        disk: Option<DiskChoice>,
     },
     /// List the snapshots of the disk's log, and how much history it keeps
     Snapshots {
         /// Which disk.
         #[arg(long, value_name = "NAME", help = DISK)]
-        disk: Option<String>,
+        disk: Option<DiskChoice>,
     },
     /// Delete a snapshot of the disk's log
     SnapshotDelete {
@@ -265,14 +288,14 @@ pub enum ControlCommand {
         name: String,
         /// Which disk.
         #[arg(long, value_name = "NAME", help = DISK)]
-        disk: Option<String>,
+        disk: Option<DiskChoice>,
     },
     /// List the points of a disk's history: its snapshots, marks and newest commits, and how far
     /// back it goes
     Points {
         /// Which disk.
         #[arg(long, value_name = "NAME", help = DISK)]
-        disk: Option<String>,
+        disk: Option<DiskChoice>,
         /// How many of the newest commits; older ones with marks are listed too, as many
         #[arg(long = "newest", value_name = "N", default_value_t = FEW_POINTS, value_parser = at_most_points)]
         #[serde(default = "few_points")]
@@ -286,7 +309,7 @@ pub enum ControlCommand {
         at: String,
         /// Which disk.
         #[arg(long, value_name = "NAME", help = DISK)]
-        disk: Option<String>,
+        disk: Option<DiskChoice>,
     },
     /// Write a mark into the disk's log: a text that names this moment, which 'log dump' shows
     Mark {
@@ -294,7 +317,7 @@ pub enum ControlCommand {
         text: String,
         /// Which disk.
         #[arg(long, value_name = "NAME", help = DISK)]
-        disk: Option<String>,
+        disk: Option<DiskChoice>,
     },
     /// Change how much history the disk's log keeps: off, all, a time such as 24h, or a size such
     /// as 50G
@@ -303,7 +326,7 @@ pub enum ControlCommand {
         retain: String,
         /// Which disk.
         #[arg(long, value_name = "NAME", help = DISK)]
-        disk: Option<String>,
+        disk: Option<DiskChoice>,
         /// Do it although it is less than the log keeps now, of all its disks
         #[arg(long)]
         #[serde(default)]

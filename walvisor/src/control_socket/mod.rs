@@ -33,7 +33,7 @@ mod stats;
 
 pub use client::{ask, ask_on, ask_with};
 pub use command::{
-    CacheChoice, ControlCommand, ControlError, LimitChange, LookRequest, StatsFormat,
+    CacheChoice, ControlCommand, ControlError, DiskChoice, LimitChange, LookRequest, StatsFormat,
 };
 pub(crate) use command::{FEW_POINTS, at_most_points};
 pub use controlled::{AddedDisk, ControlledProcess, DiskHotplug, Power, RemovalError, SavedPool};

@@ -17,7 +17,8 @@ use walvisor_storage::{Disk, LogHistory, Retention};
 use walvisor_vmm::disk::DiskInUse;
 
 use super::command::{
-    CacheChoice, ControlCommand, ControlError, LimitChange, LookRequest, MOST_POINTS, StatsFormat,
+    CacheChoice, ControlCommand, ControlError, DiskChoice, LimitChange, LookRequest, MOST_POINTS,
+    StatsFormat,
 };
 use super::controlled::{
     AddedDisk, ControlledProcess, DiskHotplug, DiskLease, Power, RemovalError, SavedPool,
@@ -54,15 +55,13 @@ impl ControlledProcess {
                 Ok(json!({ "state": "running" }))
             }
             ControlCommand::Resume { disk: Some(name) } => self.resume_disk(name),
-            ControlCommand::Resize { disk, size_bytes } => {
-                self.resize(disk.as_deref(), *size_bytes)
-            }
+            ControlCommand::Resize { disk, size_bytes } => self.resize(disk.as_ref(), *size_bytes),
             ControlCommand::SetCache { disk, cache } => self.set_cache(disk.as_deref(), *cache),
             ControlCommand::SetLimit(change) => self.set_limit(change),
             ControlCommand::Checkpoint {
                 disk,
                 give_up_history,
-            } => self.checkpoint(disk.as_deref(), *give_up_history),
+            } => self.checkpoint(disk.as_ref(), *give_up_history),
             ControlCommand::Export { .. } => Err(ControlError::new(
                 "export: send the descriptor of an empty file with the request (SCM_RIGHTS), as \
                  'walvisor ctl' does",
@@ -80,30 +79,30 @@ impl ControlledProcess {
             ControlCommand::Config { saved, .. } => self.config(saved),
             ControlCommand::Snapshot { disk, name, alone } => {
                 let made = if *alone {
-                    let disk = self.disk(disk.as_deref())?;
+                    let disk = self.chosen(disk.as_ref())?;
                     in_log(&disk, |disk| disk.snapshot_alone(name.parse()?))
                 } else {
-                    let disk = self.disk_of_log(disk.as_deref())?;
+                    let disk = self.disk_of_log(disk.as_ref())?;
                     in_log(&disk, |disk| disk.snapshot(name.parse()?))
                 };
                 Ok(snapshot_json(&made?))
             }
             ControlCommand::Snapshots { disk } => {
-                in_log(&self.disk_of_log(disk.as_deref())?, |disk| {
+                in_log(&self.disk_of_log(disk.as_ref())?, |disk| {
                     let snapshots: Vec<_> = disk.snapshots().iter().map(snapshot_json).collect();
                     Ok(json!({ "retain": disk.retain().to_string(), "snapshots": snapshots }))
                 })
             }
             ControlCommand::SnapshotDelete { disk, name } => {
-                let disk = self.disk_of_log(disk.as_deref())?;
+                let disk = self.disk_of_log(disk.as_ref())?;
                 in_log(&disk, |disk| disk.delete_snapshot(name.parse()?))?;
                 Ok(json!({ "deleted": name }))
             }
-            ControlCommand::Points { disk, most } => self.points(disk.as_deref(), *most),
-            ControlCommand::Restore { disk, at } => self.restore(disk.as_deref(), at),
+            ControlCommand::Points { disk, most } => self.points(disk.as_ref(), *most),
+            ControlCommand::Restore { disk, at } => self.restore(disk.as_ref(), at),
             ControlCommand::Mark { disk, text } => {
                 let text = text.parse().map_err(ControlError::new)?;
-                let disk = self.disk_of_log(disk.as_deref())?;
+                let disk = self.disk_of_log(disk.as_ref())?;
                 let made = in_log(&disk, |disk| disk.mark(&text))?;
                 Ok(mark_json(&text, &made))
             }
@@ -111,7 +110,7 @@ impl ControlledProcess {
                 disk,
                 retain,
                 give_up_history,
-            } => self.set_retain(disk.as_deref(), retain, *give_up_history),
+            } => self.set_retain(disk.as_ref(), retain, *give_up_history),
             ControlCommand::Look(_) => Err(ControlError::new(
                 "look: send the descriptor of a socket that listens with the request (SCM_RIGHTS), \
                  as 'walvisor ctl' does",
@@ -146,8 +145,7 @@ impl ControlledProcess {
     }
 
     /// The disk of this name, or the only one. The name of its export, which is its file's, is a
-    /// name too, unless that is the name of another disk, and so is the absolute path of the image
-    /// of a disk with a log.
+    /// name too, unless that is the name of another disk.
     fn disk(&self, name: Option<&str>) -> Result<DiskLease, ControlError> {
         let disks = self.disks();
         let names = || {
@@ -160,18 +158,6 @@ impl ControlledProcess {
             let file =
                 |disk: &&DiskLease| name.map(OsStr::new) == Path::new(&disk.name).file_name();
             found = disks.iter().filter(file).collect();
-        }
-        if found.is_empty()
-            && let Some(image) = name.map(Path::new).filter(|name| name.is_absolute())
-            && let Ok(wanted) = image.metadata()
-        {
-            let same = |disk: &&DiskLease| {
-                let image = logged(&*disk.backend).map(|disk| disk.path().metadata());
-                image
-                    .and_then(Result::ok)
-                    .is_some_and(|image| (image.dev(), image.ino()) == (wanted.dev(), wanted.ino()))
-            };
-            found = disks.iter().filter(same).collect();
         }
         match (&found[..], name) {
             ([disk], _) => Ok(DiskLease::clone(disk)),
@@ -193,14 +179,39 @@ impl ControlledProcess {
         }
     }
 
-    /// The disk of this name or, without one, any disk of the only log.
-    fn disk_of_log(&self, name: Option<&str>) -> Result<DiskLease, ControlError> {
+    /// The disk of this choice, or the only one.
+    fn chosen(&self, choice: Option<&DiskChoice>) -> Result<DiskLease, ControlError> {
+        let (image, log) = match choice {
+            None => return self.disk(None),
+            Some(DiskChoice::Name(name)) => return self.disk(Some(name)),
+            Some(DiskChoice::Image { image, log }) => (image, log),
+        };
+        let mut disks = self.disks().into_iter().filter(|disk| is_on(disk, log));
+        let is_there = |disk: &DiskLease| {
+            let logged = logged(&*disk.backend);
+            logged.is_some_and(|disk| same_file(disk.path(), image))
+        };
+        disks.find(is_there).ok_or_else(|| {
+            let (image, log) = (image.display(), log.display());
+            ControlError::no_such_disk(format_args!(
+                "{image}: process {}, which has the log {log} open, does not serve this disk of it",
+                std::process::id()
+            ))
+        })
+    }
+
+    /// The disk of this choice, or any disk of its log; without a choice, any disk of the only log.
+    fn disk_of_log(&self, choice: Option<&DiskChoice>) -> Result<DiskLease, ControlError> {
         let mut logged = self.disks();
         logged.retain(|disk| disk.backend.logged().is_some());
+        if let Some(DiskChoice::Image { log, .. }) = choice {
+            let other = logged.into_iter().find(|disk| is_on(disk, log));
+            return self.chosen(choice).or_else(|error| other.ok_or(error));
+        }
         let logs: BTreeSet<_> = logged.iter().map(|disk| log_name(&*disk.backend)).collect();
         match logged.into_iter().next() {
-            Some(disk) if name.is_none() && logs.len() == 1 => Ok(disk),
-            _ => self.disk(name),
+            Some(disk) if choice.is_none() && logs.len() == 1 => Ok(disk),
+            _ => self.chosen(choice),
         }
     }
 
@@ -284,8 +295,8 @@ impl ControlledProcess {
         }
     }
 
-    fn resize(&self, name: Option<&str>, size: u64) -> Result<Value, ControlError> {
-        let disk = self.disk(name)?;
+    fn resize(&self, choice: Option<&DiskChoice>, size: u64) -> Result<Value, ControlError> {
+        let disk = self.chosen(choice)?;
         let _change = self.change();
         let old_size = disk.backend.sectors() * SECTOR_SIZE;
         if let Some(why) = disk.device.resize_obstacle() {
@@ -481,9 +492,13 @@ impl ControlledProcess {
         Ok(answer)
     }
 
-    fn checkpoint(&self, name: Option<&str>, give_up_history: bool) -> Result<Value, ControlError> {
-        let disks = match name {
-            Some(name) => vec![self.disk(Some(name))?],
+    fn checkpoint(
+        &self,
+        choice: Option<&DiskChoice>,
+        give_up_history: bool,
+    ) -> Result<Value, ControlError> {
+        let disks = match choice {
+            Some(_) => vec![self.chosen(choice)?],
             None => self.disks(),
         };
         let mut given_up = BTreeMap::new();
@@ -516,12 +531,12 @@ impl ControlledProcess {
 
     fn set_retain(
         &self,
-        name: Option<&str>,
+        choice: Option<&DiskChoice>,
         retain: &str,
         give_up_history: bool,
     ) -> Result<Value, ControlError> {
         let kept: Retention = retain.parse().map_err(ControlError::new)?;
-        let disk = self.disk_of_log(name)?;
+        let disk = self.disk_of_log(choice)?;
         in_log(&disk, |logged| {
             let kept_of = || self.kept_history(&disk).map(|(_, names)| names);
             let names = || kept_of().unwrap_or_default();
@@ -574,13 +589,13 @@ impl ControlledProcess {
     }
 
     /// The points of a disk, the newest `most` commits among them.
-    fn points(&self, name: Option<&str>, most: usize) -> Result<Value, ControlError> {
+    fn points(&self, choice: Option<&DiskChoice>, most: usize) -> Result<Value, ControlError> {
         if most > MOST_POINTS {
             return Err(ControlError::new(format_args!(
                 "points: most {most}: give at most {MOST_POINTS}"
             )));
         }
-        let disk = self.disk(name)?;
+        let disk = self.chosen(choice)?;
         let mut answer = in_log(&disk, |disk| Ok(points_json(&disk.points(most)?)))?;
         answer["disk"] = disk.name.clone().into();
         answer["log"] = log_name(&*disk.backend).into();
@@ -589,10 +604,10 @@ impl ControlledProcess {
 
     /// Makes a disk what it was at a point. The disk is paused, so none of its requests is in
     /// flight.
-    fn restore(&self, name: Option<&str>, at: &str) -> Result<Value, ControlError> {
+    fn restore(&self, choice: Option<&DiskChoice>, at: &str) -> Result<Value, ControlError> {
         let at = at.parse().map_err(ControlError::new)?;
         let _change = self.change();
-        let disk = self.disk(name)?;
+        let disk = self.chosen(choice)?;
         let name = &disk.name;
         if !self.is_paused() && !disk.paused.load(Ordering::SeqCst) {
             return Err(ControlError::new(format_args!(
@@ -639,12 +654,12 @@ impl ControlledProcess {
     /// [`Logged::export`](walvisor_devices::backend::Logged::export).
     pub(super) fn export(
         &self,
-        name: Option<&str>,
+        choice: Option<&DiskChoice>,
         at: Option<&str>,
         file: File,
         progress: &mut dyn FnMut(u64, u64) -> bool,
     ) -> Result<Value, ControlError> {
-        let disk = self.disk(name)?;
+        let disk = self.chosen(choice)?;
         let listed = self.exports.begin(&disk.name, at);
         let progress = &mut |passed, total| listed.note(passed, total) && progress(passed, total);
         let at = at.map(str::parse).transpose().map_err(ControlError::new)?;
@@ -664,6 +679,18 @@ impl ControlledProcess {
         };
         Ok(json!({ "disk": disk.name, "size_bytes": done.size, "copied_bytes": done.copied }))
     }
+}
+
+/// Whether a disk is on the log in this directory.
+fn is_on(disk: &DiskLease, log: &Path) -> bool {
+    let logged = disk.backend.logged();
+    logged.is_some_and(|logged| same_file(logged.log_dir(), log))
+}
+
+/// Whether two paths name one file or directory.
+fn same_file(one: &Path, other: &Path) -> bool {
+    let id = |path: &Path| path.metadata().map(|found| (found.dev(), found.ino()));
+    matches!((id(one), id(other)), (Ok(one), Ok(other)) if one == other)
 }
 
 /// Runs `action` on a disk that has a log.

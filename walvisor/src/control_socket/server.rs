@@ -151,7 +151,7 @@ fn converse(stream: &UnixStream, controlled: &ControlledProcess, stop: &Stop) ->
                 match &command {
                     ControlCommand::Export { disk, at, .. } => {
                         let mut tell = progress(stream, &mut waiter);
-                        controlled.export(disk.as_deref(), at.as_deref(), file.into(), &mut tell)
+                        controlled.export(disk.as_ref(), at.as_deref(), file.into(), &mut tell)
                     }
                     ControlCommand::Look(request) => {
                         files.push(file);

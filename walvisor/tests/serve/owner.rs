@@ -115,7 +115,7 @@ fn a_disk_that_is_in_use_answers_as_one_that_is_not() {
     let daemon = Daemon::start(&used, "--control ctl --disk path=disk.img,socket=s");
     let found = answers(&used, || {
         let restore = "disk restore disk.img --at lsn:0 --in-place";
-        refused(&used, restore, 1, &["ctl SOCKET pause --disk disk.img"]);
+        refused(&used, restore, 1, &["/ctl pause --disk disk.img'"]);
         ctl(&used, "pause --disk disk.img");
     });
     assert_eq!(expected, found);
@@ -159,14 +159,6 @@ fn only_the_process_that_has_the_log_is_asked() {
         1,
         &[in_use, "or ask it"],
     );
-    // Another disk of that log, which its process does not serve.
-    create(dir, "raw.img", "1M");
-    refused(
-        dir,
-        "disk export raw.img out --log disk.img.wal",
-        1,
-        &["no disk '", "raw.img'"],
-    );
     assert_eq!(daemon.stop(), "");
 
     let daemon = Daemon::start(dir, "--disk path=disk.img,socket=s");
@@ -186,6 +178,56 @@ fn only_the_process_that_has_the_log_is_asked() {
         text(&output.stderr).contains("ask it: walvisor ctl ")
     });
     drop(liar);
+    assert_eq!(daemon.stop(), "");
+}
+
+/// However other disks of the process are called: the image counts, and its log.
+#[test]
+fn no_other_disk_of_the_process_is_taken_for_the_one_that_is_named() {
+    let dir = &test_dir();
+    make(dir);
+    create(dir, "other.img", "1M --retain all");
+    create(dir, "quiet.img", "1M --log disk.img.wal");
+    fs::set_permissions(dir.join("disk.img"), Permissions::from_mode(0o640)).unwrap();
+    let daemon = Daemon::start(
+        dir,
+        "--control ctl --disk path=disk.img,socket=s,serial=other.img \
+         --disk path=other.img,socket=t,serial=disk.img",
+    );
+    succeed(dir, "disk export disk.img now.img");
+    let copied = fs::read(dir.join("now.img")).unwrap();
+    assert!(copied[4096..12288] == noise(8192), "another disk");
+    let mode = fs::metadata(dir.join("now.img")).unwrap().permissions();
+    assert_eq!(mode.mode() & 0o777, 0o640);
+    // The disk is not on that log.
+    let wrong = "does not serve this disk of it";
+    for verb in [
+        "export now2.img",
+        "resize --size 2M",
+        "restore --at lsn:0 --in-place",
+    ] {
+        let (verb, rest) = verb.split_once(' ').unwrap();
+        let words = format!("disk {verb} other.img {rest} --log disk.img.wal");
+        refused(dir, &words, 1, &["other.img: process ", wrong]);
+    }
+    // It is, and nobody serves it. What concerns the whole log can be done all the same.
+    refused(
+        dir,
+        "disk export quiet.img out --log disk.img.wal",
+        1,
+        &[wrong],
+    );
+    succeed(dir, "disk snapshot quiet.img all --log disk.img.wal");
+    let listed = succeed(dir, "disk snapshots disk.img");
+    assert!(listed.starts_with("all  "), "{listed}");
+    // Only a closed disk shrinks.
+    let in_use = "already open elsewhere, in process ";
+    refused(
+        dir,
+        "disk resize disk.img --size 512K --shrink",
+        1,
+        &[in_use],
+    );
     assert_eq!(daemon.stop(), "");
 }
 

@@ -1,12 +1,13 @@
 //! The disk and the log that a command works on.
 
 use std::io::Write;
-use std::path::{Path, PathBuf};
+use std::path::{Path, PathBuf, absolute};
 
 use clap::Args;
 use walvisor_storage::{DiskOptions, default_log_dir};
 
 use crate::commands::owner::LogOwner;
+use crate::control_socket::DiskChoice;
 
 /// Which disk.
 #[derive(Debug, Args)]
@@ -38,11 +39,15 @@ pub(super) struct SharedDisk {
 }
 
 impl SharedDisk {
-    /// The process that has the disk open, if it can be asked, and what `--disk` is for it.
-    pub(super) fn owner(&self) -> Option<(LogOwner, Option<String>)> {
-        let owner = LogOwner::find(&self.disk.log()).filter(|_| !self.no_owner)?;
-        let path = std::path::absolute(&self.disk.path).ok()?;
-        Some((owner, Some(path.to_string_lossy().into_owned())))
+    /// The process that has the disk open, if it can be asked, and the disk for it.
+    pub(super) fn owner(&self) -> Option<(LogOwner, Option<DiskChoice>)> {
+        let log = self.disk.log();
+        let owner = LogOwner::find(&log).filter(|_| !self.no_owner)?;
+        let choice = DiskChoice::Image {
+            image: absolute(&self.disk.path).ok()?,
+            log: absolute(log).ok()?,
+        };
+        Some((owner, Some(choice)))
     }
 }
 

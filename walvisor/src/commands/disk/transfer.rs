@@ -1,6 +1,8 @@
 //! `walvisor disk import`, `export`, `restore`, `clone` and `resize`.
 
+use std::fs::Permissions;
 use std::os::fd::AsFd;
+use std::os::unix::fs::{MetadataExt, PermissionsExt};
 use std::path::{Path, PathBuf};
 
 use clap::Args;
@@ -11,7 +13,7 @@ use super::path::{DetachedImages, DiskPath, SharedDisk, print};
 use crate::commands::CommandError;
 use crate::commands::owner::{LogOwner, ask_owner};
 use crate::commands::threads::Threads;
-use crate::control_socket::ControlCommand;
+use crate::control_socket::{ControlCommand, DiskChoice};
 use crate::point::rewound_json;
 use crate::progress::with_bar;
 use crate::size::{human_size, parse_size};
@@ -189,18 +191,23 @@ pub(super) fn import(arguments: &ImportArguments) -> Result<(), CommandError> {
 /// Lets the process that has the disk open write a new image of it, as of a point or now. `output`:
 /// its path, and whether to replace what is there.
 fn copy_in_use(
-    owner: &LogOwner,
-    disk: Option<String>,
+    (owner, choice): (&LogOwner, Option<DiskChoice>),
+    disk: &DiskPath,
     at: Option<Point>,
     (output, force): (&Path, bool),
 ) -> Result<storage::Transfer, CommandError> {
+    let mode = disk.path.metadata().map(|image| image.mode() & 0o666);
     let request = ControlCommand::Export {
-        disk,
+        disk: choice,
         at: at.map(|at| at.to_string()),
         output: output.to_owned(),
         force,
     };
     let answer = storage::receive_image(output, force, |file| {
+        // As that of a copy of a closed disk.
+        let mode = mode.map(Permissions::from_mode);
+        let set = mode.and_then(|mode| file.set_permissions(mode));
+        set.map_err(|error| CommandError::Failed(format!("{}: {error}", output.display())))?;
         with_bar("exporting", |progress| {
             owner.ask_with(&request, &[file.as_fd()], progress)
         })
@@ -228,9 +235,9 @@ pub(super) fn export(arguments: &ExportArguments) -> Result<(), CommandError> {
     let said = format!("{}: exported {}", raw.display(), disk.path.display());
     if !*log_wins
         && !*salvage
-        && let Some((owner, name)) = shared.owner()
+        && let Some((owner, choice)) = shared.owner()
     {
-        let done = copy_in_use(&owner, name, None, (raw, *force))?;
+        let done = copy_in_use((&owner, choice), disk, None, (raw, *force))?;
         report(*json, &disk.path, ("raw", raw), done, &said);
         return Ok(());
     }
@@ -292,8 +299,8 @@ pub(super) fn restore(arguments: &RestoreArguments) -> Result<(), CommandError> 
         return restore_in_place(shared, *at, *json);
     };
     let said = format!("{}: restored {}", output.display(), disk.path.display());
-    if let Some((owner, name)) = shared.owner() {
-        let done = copy_in_use(&owner, name, Some(*at), (output, false))?;
+    if let Some((owner, choice)) = shared.owner() {
+        let done = copy_in_use((&owner, choice), disk, Some(*at), (output, false))?;
         report(*json, &disk.path, ("raw", output), done, &said);
         return Ok(());
     }
@@ -408,7 +415,9 @@ pub(super) fn clone(arguments: &CloneArguments) -> Result<(), CommandError> {
 /// Carries out `walvisor disk resize`.
 pub(super) fn resize(arguments: &ResizeArguments) -> Result<(), CommandError> {
     let (path, log) = (&arguments.shared.disk.path, arguments.shared.disk.log());
-    let mut done = match arguments.shared.owner() {
+    // Only a closed disk shrinks.
+    let owner = arguments.shared.owner().filter(|_| !arguments.shrink);
+    let mut done = match owner {
         Some((owner, disk)) => owner.ask(&ControlCommand::Resize {
             disk,
             size_bytes: arguments.size,

@@ -10,8 +10,16 @@ fn parse(line: &str) -> Result<ControlCommand, ControlError> {
 }
 
 fn every_command() -> Vec<ControlCommand> {
-    let disk = || Some("a \"b\"\n.img".to_owned());
+    fn disk<T: From<&'static str>>() -> Option<T> {
+        Some("a \"b\"\n.img".into())
+    }
     vec![
+        ControlCommand::Snapshots {
+            disk: Some(DiskChoice::Image {
+                image: "/a.img".into(),
+                log: "/a.img.wal".into(),
+            }),
+        },
         ControlCommand::Stats {
             format: StatsFormat::Json,
         },
@@ -140,7 +148,9 @@ fn a_request_is_read_as_it_was_written() {
 /// What older clients and programs of other people send, and older servers read.
 #[test]
 fn a_request_is_written_as_before() {
-    let disk = || Some("a".to_owned());
+    fn disk<T: From<&'static str>>() -> Option<T> {
+        Some("a".into())
+    }
     for (command, arguments) in [
         (
             ControlCommand::Stats {
