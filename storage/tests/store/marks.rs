@@ -160,7 +160,7 @@ fn a_log_that_takes_no_writes_takes_no_marks() {
     });
     assert!(full);
     wait_until("no_space", || disk.condition().name() == "no_space");
-    for part in ["takes no mark", "a look at a disk"] {
+    for part in ["takes no mark", "an open look holds the log"] {
         assert_eq!(refused(disk.mark(&text("full")), part), ErrorKind::Io);
     }
     drop((port, look));

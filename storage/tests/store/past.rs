@@ -72,7 +72,7 @@ fn all_points_are_looked_at_at_once() {
         }
         bench.change(100);
         // What would change the base images is refused.
-        refused(bench.disk(0).checkpoint(), "a look at a disk needs the log");
+        refused(bench.disk(0).checkpoint(), "an open look holds the log");
         assert_eq!(bench.horizon(), BASE);
         // The first that are dropped leave the others what they need.
         looks.drain(..20);

@@ -210,6 +210,6 @@ fn a_guest_gets_disks_as_of_points() {
     for output in boot_both(KernelAction::PowerOff, &["--disk", &disk("at=lsn:1")]) {
         assert_eq!(output.status.code(), Some(1));
         let error = stderr(&output);
-        assert!(error.contains("there is only LSN 0"), "{error}");
+        assert!(error.contains("the only point is LSN 0"), "{error}");
     }
 }

@@ -185,10 +185,12 @@ fn disks_need_memory_of_the_limit() {
         (disk, "16M"),
         ("--disk backend=ram,size=64M,socket=r", "64M"),
     ] {
-        let begin = format!("walvisor: --memory-limit {limit}: the process and its disks need ");
+        let begin = format!(
+            "walvisor: --memory-limit {limit}: too small: this process and its disks need "
+        );
         let serve = format!("serve nbd {disks} --memory-limit {limit}");
         let told = refused(dir, &serve, 2, &[&begin]);
-        let least = told[begin.len()..].split(':').next().unwrap();
+        let least = told[begin.len()..].split(';').next().unwrap();
         let arguments = format!("{disks} --memory-limit {least}");
         assert_eq!(Daemon::start(dir, &arguments).stop(), "");
     }
