@@ -118,7 +118,7 @@ echo "guest: pool: $(systemctl is-active walvisor@pool) $(stat -c '%a' /run/walv
 python3 /root/scrape localhost:9790
 ctl add-disk path=/var/lib/walvisor/b.img,log=/var/lib/walvisor/pool.wal,socket=/run/walvisor/pool/b.sock,door=vhost-user || echo 'guest: no disk added'
 python3 /root/scrape /run/walvisor/pool/metrics
-ctl save /etc/walvisor/pool.toml
+ctl save-config /etc/walvisor/pool.toml
 systemctl kill -s KILL walvisor@pool
 until ctl stats >/dev/null 2>&1; do sleep 0.1; done
 python3 /root/scrape localhost:9790

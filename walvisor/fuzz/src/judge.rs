@@ -113,7 +113,7 @@ impl Judge {
                 assert!(size >= Some(self.sizes[disk]), "a disk got shorter");
                 self.sizes[disk] = size.expect("compared above");
             }
-            "set-cache" => {
+            "cache" => {
                 let wanted = &request["arguments"]["cache"];
                 assert_eq!(done["requested"], *wanted, "{answer}");
                 // Writethrough takes effect at once.
@@ -122,7 +122,7 @@ impl Judge {
                     "{answer}"
                 );
             }
-            "set-limit" => {
+            "limits" => {
                 for limit in ["ops", "bytes"].map(|of| format!("{of}_per_second")) {
                     let wanted = &request["arguments"][&limit];
                     assert!(wanted.is_null() || done[&limit] == *wanted, "{answer}");

@@ -78,8 +78,8 @@ const RAW: u8 = 0xff;
 /// Ends a pause and lifts the limits, which would hold up the disks, and asks for the statistics.
 pub const AFTERWARDS: [&[u8]; 4] = [
     b"{\"execute\":\"resume\"}\n",
-    b"{\"execute\":\"set-limit\",\"arguments\":{\"disk\":\"ram\",\"ops_per_second\":0,\"bytes_per_second\":0}}\n",
-    b"{\"execute\":\"set-limit\",\"arguments\":{\"disk\":\"raw\",\"ops_per_second\":0,\"bytes_per_second\":0}}\n",
+    b"{\"execute\":\"limits\",\"arguments\":{\"disk\":\"ram\",\"ops_per_second\":0,\"bytes_per_second\":0}}\n",
+    b"{\"execute\":\"limits\",\"arguments\":{\"disk\":\"raw\",\"ops_per_second\":0,\"bytes_per_second\":0}}\n",
     b"{\"execute\":\"stats\",\"id\":{\"the\":\"end\"}}",
 ];
 

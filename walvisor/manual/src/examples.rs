@@ -86,12 +86,10 @@ pub fn of(page: &str) -> &'static [&'static str] {
         "walvisor-ctl-shutdown" => &["walvisor ctl ctl.sock shutdown"],
         "walvisor-ctl-resize" => &["walvisor ctl ctl.sock resize --disk disk.img --size 2G"],
         "walvisor-ctl-checkpoint" => &["walvisor ctl ctl.sock checkpoint"],
-        "walvisor-ctl-set-limit" => {
-            &["walvisor ctl ctl.sock set-limit --disk disk.img --ops-per-second 1000"]
+        "walvisor-ctl-limits" => {
+            &["walvisor ctl ctl.sock limits --disk disk.img --ops-per-second 1000"]
         }
-        "walvisor-ctl-set-cache" => {
-            &["walvisor ctl ctl.sock set-cache --disk disk.img writethrough"]
-        }
+        "walvisor-ctl-cache" => &["walvisor ctl ctl.sock cache --disk disk.img writethrough"],
         "walvisor-ctl-set-retain" => &["walvisor ctl ctl.sock set-retain 24h"],
         "walvisor-ctl-snapshot" => &["walvisor ctl ctl.sock snapshot evening"],
         "walvisor-ctl-snapshots" => &["walvisor ctl ctl.sock snapshots"],
@@ -114,7 +112,7 @@ pub fn of(page: &str) -> &'static [&'static str] {
             &["walvisor ctl ctl.sock add-disk path=vms/b.img,log=vms/log,socket=disks.sock"]
         }
         "walvisor-ctl-remove-disk" => &["walvisor ctl ctl.sock remove-disk b.img"],
-        "walvisor-ctl-save" => &["walvisor ctl ctl.sock save pool.toml"],
+        "walvisor-ctl-save-config" => &["walvisor ctl ctl.sock save-config pool.toml"],
         "walvisor-top" => &["walvisor top ctl.sock"],
         "walvisor-log" => &["walvisor log dump disk.img.wal"],
         "walvisor-log-dump" => &["walvisor log dump disk.img.wal"],

@@ -224,6 +224,8 @@ pub enum ControlCommand {
         size_bytes: u64,
     },
     /// Change the cache mode of a disk in use
+    #[serde(rename = "cache")]
+    #[command(name = "cache", alias = "set-cache")]
     SetCache {
         /// The mode
         #[arg(value_enum, value_name = "MODE")]
@@ -233,6 +235,8 @@ pub enum ControlCommand {
         disk: Option<String>,
     },
     /// Set or remove limits of a disk; limits that are not named stay
+    #[serde(rename = "limits")]
+    #[command(name = "limits", alias = "set-limit")]
     SetLimit(LimitChange),
     /// Copy the log to the base images, while requests go on
     Checkpoint {
@@ -350,7 +354,7 @@ pub enum ControlCommand {
         keep_records: bool,
     },
     /// Write to the daemon's configuration file which disks it serves
-    #[command(name = "save")]
+    #[command(name = "save-config", alias = "save")]
     Config {
         /// The file of its --config
         #[serde(skip)]

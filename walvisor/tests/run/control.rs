@@ -255,13 +255,10 @@ fn a_live_disk_grows_is_checkpointed_and_changes_its_cache() {
             "disk.img: 3 MiB, before 1 MiB\n",
         ),
         (
-            "set-cache writethrough --disk disk.img",
+            "cache writethrough --disk disk.img",
             "disk.img: writethrough\n",
         ),
-        (
-            "set-limit --disk disk.img --ops-per-second 100",
-            "disk.img: ",
-        ),
+        ("limits --disk disk.img --ops-per-second 100", "disk.img: "),
         ("checkpoint", "disk.img, r: checkpointed\n"),
         (&format!("export --disk disk.img -o {copy}"), &copy),
     ] {

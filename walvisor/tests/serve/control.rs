@@ -192,8 +192,8 @@ fn stats_list_each_log_once_and_each_disks_cache_mode_and_condition() {
     }
     assert_eq!(prometheus.matches("walvisor_log_syncs_total{").count(), 2);
     // What the guest, or the owner, changes is told; nothing makes an unsafe disk safe.
-    ctl(dir, "set-cache writethrough --disk a.img");
-    let set = ctl(dir, "set-cache writethrough --disk c.img");
+    ctl(dir, "cache writethrough --disk a.img");
+    let set = ctl(dir, "cache writethrough --disk c.img");
     assert_eq!(set["cache"], "unsafe");
     let stats = ctl(dir, "stats");
     let caches = [0, 1].map(|disk| stats["disks"][disk]["cache"].as_str().unwrap());
@@ -313,19 +313,19 @@ fn limits_throttle_requests_and_delay_nothing_else() {
     };
     for blocks in [4, 8] {
         let burst = blocks * 4096;
-        let limit = format!("set-limit --disk ops --bytes-per-second 1 --bytes-burst {burst}");
+        let limit = format!("limits --disk ops --bytes-per-second 1 --bytes-burst {burst}");
         ctl(dir, &limit);
         ask(&mut ops);
         answers(&mut ops, 0..blocks);
         // A request and its answer later.
         ctl(dir, "stats");
         assert!(!is_answered(&ops), "more than {blocks} went at once");
-        let lifted = "set-limit --disk ops --ops-per-second 0 --bytes-per-second 0";
+        let lifted = "limits --disk ops --ops-per-second 0 --bytes-per-second 0";
         ctl(dir, lifted);
         answers(&mut ops, blocks..20);
     }
     // A new limit starts with a full bucket, and clients that stay below a limit are not held back.
-    ctl(dir, "set-limit --disk ops --ops-per-second 100000");
+    ctl(dir, "limits --disk ops --ops-per-second 100000");
     ask(&mut ops);
     answers(&mut ops, 0..20);
 
@@ -344,7 +344,7 @@ fn limits_throttle_requests_and_delay_nothing_else() {
     answers(&mut bytes, 0..1);
     assert_eq!(ctl(dir, "remove-disk bytes")["image"], "complete");
     assert!(bytes.is_closed());
-    let limit = "set-limit --disk ops --bytes-per-second 1 --bytes-burst 4K";
+    let limit = "limits --disk ops --bytes-per-second 1 --bytes-burst 4K";
     ctl(dir, limit);
     ask(&mut ops);
     answers(&mut ops, 0..1);

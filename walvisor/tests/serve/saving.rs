@@ -1,4 +1,4 @@
-//! `walvisor ctl save`: what was added and removed is there after the next start.
+//! `walvisor ctl save-config`: what was added and removed is there after the next start.
 
 use std::fs;
 use std::io::{BufRead, BufReader, Write};
@@ -37,14 +37,14 @@ fn disks_that_were_added_live_are_there_after_a_kill() {
     fs::write(dir.join("pool.toml"), format!("{rest}{b}")).unwrap();
     fs::set_permissions(dir.join("pool.toml"), fs::Permissions::from_mode(0o640)).unwrap();
     let daemon = start(dir, 2);
-    assert_eq!(told(dir, "save pool.toml"), NOTHING);
+    assert_eq!(told(dir, "save-config pool.toml"), NOTHING);
     ctl(dir, "add-disk path=c,door=vhost-user,log=log,socket=late");
     ctl(dir, "add-disk path=d,door=nbd,log=log,socket=n");
     ctl(dir, "remove-disk b");
     ctl(dir, "remove-disk d");
     let before = fs::read_to_string(dir.join("pool.toml")).unwrap();
     assert_eq!(
-        ctl(dir, "save pool.toml"),
+        ctl(dir, "save-config pool.toml"),
         json!({ "config": "pool.toml", "added": ["c"], "removed": ["b"] })
     );
     let after = fs::read_to_string(dir.join("pool.toml")).unwrap();
@@ -56,7 +56,7 @@ fn disks_that_were_added_live_are_there_after_a_kill() {
         .permissions()
         .mode();
     assert_eq!(mode & 0o777, 0o640);
-    assert_eq!(told(dir, "save pool.toml"), NOTHING);
+    assert_eq!(told(dir, "save-config pool.toml"), NOTHING);
     // The daemon serves what the file says.
     daemon.signal(Signal::HUP);
     ctl(dir, "mark read-again");
@@ -98,7 +98,7 @@ fn what_cannot_be_saved_is_one_line_and_changes_nothing() {
     for disk in ["a", "b"] {
         create(dir, disk, "1M");
     }
-    let refused = |part: &str| ctl_refused(dir, "save pool.toml", &[part]);
+    let refused = |part: &str| ctl_refused(dir, "save-config pool.toml", &[part]);
     let daemon = Daemon::start(dir, "--control ctl --disk path=a,socket=n");
     fs::write(dir.join("pool.toml"), "").unwrap();
     refused("this daemon has no configuration file: start it with --config FILE");
@@ -141,26 +141,26 @@ fn what_is_saved_is_what_is_served() {
     // A client has removed it, and the file has brought it back.
     ctl(dir, "remove-disk b");
     reload(&["a", "b"]);
-    assert_eq!(told(dir, "save pool.toml"), NOTHING);
+    assert_eq!(told(dir, "save-config pool.toml"), NOTHING);
     assert_eq!(read(), file(&["a", "b"]));
     // A client has added it, and the file has let it go.
     ctl(dir, "add-disk path=c,log=log,socket=n,door=nbd");
-    assert_eq!(told(dir, "save pool.toml"), "pool.toml: added c\n");
+    assert_eq!(told(dir, "save-config pool.toml"), "pool.toml: added c\n");
     write(&["a", "c"]);
     reload(&["a", "c"]);
     write(&["a"]);
     reload(&["a"]);
-    assert_eq!(told(dir, "save pool.toml"), NOTHING);
+    assert_eq!(told(dir, "save-config pool.toml"), NOTHING);
     assert_eq!(read(), file(&["a"]));
     // The same at once: the daemon knows what was saved.
     ctl(dir, "add-disk path=c,log=log,socket=n,door=nbd");
-    ctl(dir, "save pool.toml");
+    ctl(dir, "save-config pool.toml");
     write(&["a"]);
     reload(&["a"]);
     // The file has lost one that is served: it comes back. One that came is not served yet.
     write(&["b"]);
     assert_eq!(
-        told(dir, "save pool.toml"),
+        told(dir, "save-config pool.toml"),
         "pool.toml: added a; removed b\n"
     );
     daemon.stop();
@@ -175,7 +175,7 @@ fn a_daemon_does_not_choose_the_file_that_is_written() {
     for file in ["pool.toml", "other.toml"] {
         fs::write(dir.join(file), text).unwrap();
     }
-    refused(dir, "ctl ctl save", 2, &["<FILE>"]);
+    refused(dir, "ctl ctl save-config", 2, &["<FILE>"]);
     let listener = UnixListener::bind(dir.join("ctl")).unwrap();
     let victim = dir.join("other.toml").display().to_string();
     let spec = "path=b,door=nbd,socket=n";
@@ -191,7 +191,7 @@ fn a_daemon_does_not_choose_the_file_that_is_written() {
         writeln!(client, "{answer}").unwrap();
     });
     let parts = ["pool.toml: ", "other.toml", "save to that file"];
-    ctl_refused(dir, "save pool.toml", &parts);
+    ctl_refused(dir, "save-config pool.toml", &parts);
     answering.join().unwrap();
     for file in ["pool.toml", "other.toml"] {
         assert_eq!(fs::read_to_string(dir.join(file)).unwrap(), text);

@@ -125,9 +125,9 @@ fn the_control_socket_controls_each_lun() {
         answer.data[4 + 2] & 4 != 0
     };
     assert!(cache(0) && cache(1));
-    ctl(dir, "set-cache --disk a writethrough");
+    ctl(dir, "cache --disk a writethrough");
     assert!(!cache(0) && cache(1));
-    ctl(dir, "set-limit --disk b --ops-per-second 1000000");
+    ctl(dir, "limits --disk b --ops-per-second 1000000");
     ctl(dir, "pause");
     ctl(dir, "resume");
     ctl(dir, "snapshot point");

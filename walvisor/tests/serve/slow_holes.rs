@@ -256,7 +256,7 @@ fn removal_delays_no_other_request(reads: bool) {
     assert_eq!(disk_names(dir), ["a", "b"]);
     let busy = "disk 'slow' is being added or removed: wait for that, then add it again";
     ctl_refused(dir, "add-disk path=in/c,socket=s,serial=slow", &[busy]);
-    ctl(dir, "set-limit --disk a --ops-per-second 1000");
+    ctl(dir, "limits --disk a --ops-per-second 1000");
     ctl(dir, "remove-disk a");
     let mut other = RawClient::extended_to(&dir.join("s"), "b");
     other.write(1, 0, &[8; 4096]);
@@ -377,7 +377,7 @@ fn a_pause_of_a_disk_that_does_not_answer_fails() {
     let late = resume_late(&slow);
     let silent = "disk 'slow': the disk does not answer its requests in flight";
     ctl_refused(dir, "pause --disk slow", &[silent]);
-    ctl(dir, "set-limit --disk a --ops-per-second 1000");
+    ctl(dir, "limits --disk a --ops-per-second 1000");
     assert!(late.send(()).is_ok(), "a request waited for the image");
     slow.resume();
     assert_eq!(client.reply().cookie, 3);

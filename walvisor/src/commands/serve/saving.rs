@@ -1,4 +1,4 @@
-//! `walvisor ctl SOCKET save FILE`: writes to the file of `--config` which disks the daemon serves.
+//! `walvisor ctl SOCKET save-config FILE`: writes to the file of `--config` which disks the daemon serves.
 //! The client does it, because the daemon has given up the right to write there. The daemon only
 //! says what it serves: the caller names the file.
 //!

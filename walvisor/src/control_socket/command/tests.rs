@@ -175,7 +175,7 @@ fn a_request_is_written_as_before() {
                 weight: Some(7),
                 ..LimitChange::default()
             }),
-            r#"{"disk":"a","weight":7},"execute":"set-limit""#,
+            r#"{"disk":"a","weight":7},"execute":"limits""#,
         ),
         (
             ControlCommand::Export {
@@ -258,11 +258,11 @@ fn wrong_requests_are_named() {
             "u64",
         ),
         (
-            "{\"execute\": \"set-cache\", \"arguments\": {\"cache\": \"unsafe\"}}",
+            "{\"execute\": \"cache\", \"arguments\": {\"cache\": \"unsafe\"}}",
             "unsafe",
         ),
         (
-            "{\"execute\": \"set-limit\", \"arguments\": {\"disk\": 1}}",
+            "{\"execute\": \"limits\", \"arguments\": {\"disk\": 1}}",
             "expected a string",
         ),
     ] {

@@ -72,8 +72,8 @@ fn the_deepest_requests_take_an_eighth_of_the_stack() {
     }
     does("stats", "\"format\":\"prometheus\"", &[]);
     does("resize", "\"size_bytes\":2097152", &[]);
-    does("set-cache", "\"cache\":\"writethrough\"", &[]);
-    does("set-limit", "\"ops_per_second\":1000,\"weight\":7", &[]);
+    does("cache", "\"cache\":\"writethrough\"", &[]);
+    does("limits", "\"ops_per_second\":1000,\"weight\":7", &[]);
     for (copy, at) in [("copy", ""), ("past", "\"at\":\"snapshot:one\"")] {
         let copy = File::create(dir.path().join(copy)).unwrap();
         does("export", at, &[copy.as_fd()]);
