@@ -19,9 +19,10 @@
 //!
 //! The folders are layers. Each imports only from itself and from those after it in this list:
 //! `raw` (raw images), `copy` (import, export, restore, clone), `store` (opening, closing, and the
-//! other work on disks that are not in use), `disk` (ports), `keeper` (when the log is copied to the
-//! images, orders, restores in place), `view` (a disk at a moment), `checkpoint`, `recovery`, `log`, `catalog` (the control file, options, which image is which disk), `index`,
-//! `medium` (files, segments, engines), and the modules outside the folders.
+//! other work on disks that are not in use), `disk` (ports), `keeper` (when the log is copied to
+//! the images, orders, restores in place), `view` (a disk at a moment), `checkpoint`, `recovery`,
+//! `log`, `catalog` (the control file, options, which image is which disk), `index`, `medium`
+//! (files, segments, engines), and the modules outside the folders.
 //!
 //! A port, one write, and a FLUSH, after which the write survives a power loss:
 //!

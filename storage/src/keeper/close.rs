@@ -1,8 +1,8 @@
 //! Closing the log: everything is made durable and copied to the base images.
 //!
-//! A close with a time limit may cut the copy short. That leaves what a kill would leave, except that
-//! the whole log is durable: nothing is recycled, the images stay marked as open, and the next open
-//! goes on.
+//! A close with a time limit may cut the copy short. That leaves what a kill would leave, except
+//! that the whole log is durable: nothing is recycled, the images stay marked as open, and the next
+//! open continues the copy.
 
 use std::time::{Duration, UNIX_EPOCH};
 

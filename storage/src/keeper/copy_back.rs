@@ -463,7 +463,8 @@ impl Keeper {
         !self.has_spills()
     }
 
-    /// Removes spill files that a crash has left: the control file does not name them. Notes the trouble of disks that have one.
+    /// Removes spill files that a crash has left: the control file does not name them. Notes the
+    /// trouble of disks that have one.
     pub(crate) fn remove_stale_spills(&self) {
         let (dir, files, control) = (
             &self.log.dir,

@@ -1,7 +1,7 @@
 //! The log's housekeeper: one thread that makes segments ready before they are needed, and does
 //! checkpoints. Its states are those of [`machine`](crate::keeper::machine).
 //!
-//! A log with history makes room by [`fold`]ing only its oldest segments.
+//! A log with history [folds](fold) its oldest segments only.
 
 pub(crate) mod checkpoint;
 mod close;

@@ -1,4 +1,4 @@
-//! What callers order: snapshots, looks, retention, growth. The keeper carries it out because it alone
+//! The keeper carries out orders: snapshots, looks, retention, growth. It does so because it alone
 //! writes the control file and the base images.
 
 use zerocopy::little_endian::U64;

@@ -1,12 +1,12 @@
-//! May this write go on? One function answers, and says why not.
+//! Whether a record may be appended, and the cause if it may not.
 //!
 //! ```text
-//!   Committer::append ──▶ admit ─────────▶ Go, Wait(cause) or Fail(cause) ──▶ the port parks the request, or fails it
-//!   ctl stats, metrics ─▶ condition_of ──▶ the cause that hinders each write, with the trouble behind it
+//!   Committer::append ──▶ admit ─────────▶ Go; Wait(cause): the port parks the request; Fail(cause)
+//!   ctl stats, metrics ─▶ condition_of ──▶ the cause that hinders each write, and its trouble
 //!   the keeper, exports ▶ room_need ─────▶ None, Soon or Now
 //! ```
-//! Whoever ends the cause of a wait wakes the ports: the log's leader when a group ends, the keeper when it
-//! has made room or a restore is over, the replica when it has acknowledged more.
+//! Whoever ends the cause of a wait wakes the ports: the log's leader when a group ends, the keeper
+//! when it has made room or has restored a disk, the replica when it has acknowledged more.
 
 use crate::log::disk_state::DiskState;
 use crate::log::pipeline::Modification;
@@ -24,6 +24,23 @@ pub(crate) enum Admission {
     /// Its port is woken once that is over.
     Wait(StallCause),
     Fail(StallCause),
+}
+
+impl Admission {
+    /// Of a write that meets these causes, each with whether it fails the write. The first one that
+    /// does counts before those for which the write waits.
+    fn of(causes: impl Iterator<Item = (StallCause, bool)>) -> Self {
+        let mut admission = Self::Go;
+        for (cause, fails) in causes {
+            if fails {
+                return Self::Fail(cause);
+            }
+            if admission == Self::Go {
+                admission = Self::Wait(cause);
+            }
+        }
+        admission
+    }
 }
 
 /// How much the log needs room that only a copy to the base images can make.
@@ -72,27 +89,23 @@ impl Log {
 
     #[cold]
     fn admit_hindered(&self, state: &LogState, met: Obstacles) -> Admission {
-        let mut waits = None;
-        for cause in met.causes(state) {
-            let fails = match cause {
-                StallCause::LogFull | StallCause::PendingFull => state.is_stuck(),
-                StallCause::IndexFull => state.keeper.failed || state.refuses_backlog(),
-                StallCause::SpillFull => !state.keeper.pauses,
-                StallCause::Replica => state.refuses_backlog(),
-                StallCause::Closing => met.detached,
-                StallCause::Restore | StallCause::Share => false,
-            };
-            if fails {
-                return Admission::Fail(cause);
-            }
-            waits.get_or_insert(cause);
-        }
-        let cause = waits.expect("an obstacle is met");
+        let fails = |cause| match cause {
+            StallCause::LogFull | StallCause::PendingFull => state.is_stuck(),
+            StallCause::IndexFull => state.keeper.failed || state.refuses_backlog(),
+            StallCause::SpillFull => !state.keeper.pauses,
+            StallCause::Replica => state.refuses_backlog(),
+            StallCause::Closing => met.detached,
+            StallCause::Restore | StallCause::Share => false,
+        };
+        let causes = met.causes(state).map(|cause| (cause, fails(cause)));
+        let admission = Admission::of(causes);
         // The others wake the ports themselves.
-        if !matches!(cause, StallCause::SpillFull | StallCause::Replica) {
+        if let Admission::Wait(cause) = admission
+            && !matches!(cause, StallCause::SpillFull | StallCause::Replica)
+        {
             self.held_back.store(true, Ordering::Relaxed);
         }
-        Admission::Wait(cause)
+        admission
     }
 
     /// Whether a disk's next record, of `bytes`, waits because the disk has used more than its part
@@ -146,34 +159,22 @@ impl Log {
     /// the keeper's counts as failed until the next one has ended.
     fn stall(&self, state: &LogState, disk: &DiskState) -> Admission {
         let (keeper, ring) = (&state.keeper, &state.ring);
-        let fails = keeper.trouble != Condition::Ok;
-        let room_comes = !fails || keeper.pauses_for_space();
-        let met = [
-            (
-                disk.spill_full.load(Ordering::Relaxed),
-                StallCause::SpillFull,
-                keeper.pauses,
-            ),
-            (
-                ring.is_full() || !fails && ring.holds_back(),
-                StallCause::LogFull,
-                room_comes,
-            ),
-            (self.index_is_full(), StallCause::IndexFull, room_comes),
+        let troubled = keeper.trouble != Condition::Ok;
+        let no_room_comes = troubled && !keeper.pauses_for_space();
+        let spill = disk.spill_full.load(Ordering::Relaxed);
+        let full = ring.is_full() || !troubled && ring.holds_back();
+        let causes = [
+            (spill, StallCause::SpillFull, !keeper.pauses),
+            (full, StallCause::LogFull, no_room_comes),
+            (self.index_is_full(), StallCause::IndexFull, no_room_comes),
             (
                 state.is_backlogged(),
                 StallCause::Replica,
-                !state.refuses_backlog(),
+                state.refuses_backlog(),
             ),
         ];
-        let met = met.into_iter().filter(|(met, ..)| *met);
-        // What fails counts before what waits.
-        let first = met.min_by_key(|(_, _, waits)| *waits);
-        match first {
-            None => Admission::Go,
-            Some((_, cause, true)) => Admission::Wait(cause),
-            Some((_, cause, false)) => Admission::Fail(cause),
-        }
+        let met = causes.into_iter().filter(|(met, ..)| *met);
+        Admission::of(met.map(|(_, cause, fails)| (cause, fails)))
     }
 
     /// Whether the index has used so much of its memory that the oldest extents should go.

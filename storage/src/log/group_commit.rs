@@ -174,17 +174,52 @@ impl Committer {
             drop(state);
             return Ok(self.wait_for_replica(lsn, token));
         }
-        if lsn > state.pipeline.batched() && state.is_stuck() {
-            return Err(Failure::Io);
-        }
-        state.waiters.join(Waiter {
-            lsn,
-            token,
-            mailbox: self.mailbox.clone(),
-        });
+        let waiter = self.waiter(&state, lsn, token)?;
+        state.waiters.join(waiter);
         drop(state);
         self.unstarted = true;
         Ok(false)
+    }
+
+    /// Completes `token` once `lsn` is written. `Ok(true)`: it is written already, and no
+    /// completion comes.
+    pub(crate) fn wait_written(&mut self, lsn: u64, token: u64) -> Result<bool, Failure> {
+        let log = &self.log;
+        let covered = || {
+            if log.poisoned.load(Ordering::Acquire) {
+                Err(Failure::Io)
+            } else {
+                Ok(log.written.load(Ordering::Acquire) >= lsn)
+            }
+        };
+        if covered()? || planted(Mutant::AnsweredUnwritten) {
+            return Ok(true);
+        }
+        let mut state = log.lock();
+        // Again under the lock: a batch that ends now either covers this waiter or sees it.
+        if covered()? {
+            return Ok(true);
+        }
+        let waiter = self.waiter(&state, lsn, token)?;
+        state.waiters.join_written(waiter);
+        drop(state);
+        self.unstarted = true;
+        Ok(false)
+    }
+
+    /// A waiter for `lsn`.
+    ///
+    /// # Errors
+    /// If the record has no room, and none can be made.
+    fn waiter(&self, state: &LogState, lsn: u64, token: u64) -> Result<Waiter, Failure> {
+        if lsn > state.pipeline.batched() && state.is_stuck() {
+            return Err(Failure::Io);
+        }
+        Ok(Waiter {
+            lsn,
+            token,
+            mailbox: self.mailbox.clone(),
+        })
     }
 
     /// Completes `token` once the replica has `lsn`, which is durable here. `true`: it has it
@@ -315,40 +350,6 @@ impl Drop for Committer {
         drop(state);
         // A group that was waiting for more waiters may be complete without this port.
         self.log.call_leader();
-    }
-}
-
-impl Committer {
-    /// Completes `token` once `lsn` is written. `Ok(true)`: it is written already, and no
-    /// completion comes.
-    pub(crate) fn wait_written(&mut self, lsn: u64, token: u64) -> Result<bool, Failure> {
-        let log = &self.log;
-        let covered = || {
-            if log.poisoned.load(Ordering::Acquire) {
-                Err(Failure::Io)
-            } else {
-                Ok(log.written.load(Ordering::Acquire) >= lsn)
-            }
-        };
-        if covered()? || planted(Mutant::AnsweredUnwritten) {
-            return Ok(true);
-        }
-        let mut state = log.lock();
-        // Again under the lock: a batch that ends now either covers this waiter or sees it.
-        if covered()? {
-            return Ok(true);
-        }
-        if lsn > state.pipeline.batched() && state.is_stuck() {
-            return Err(Failure::Io);
-        }
-        state.waiters.join_written(Waiter {
-            lsn,
-            token,
-            mailbox: self.mailbox.clone(),
-        });
-        drop(state);
-        self.unstarted = true;
-        Ok(false)
     }
 }
 

@@ -429,8 +429,8 @@ fn each_write_that_does_not_go_on_is_told_and_counted_by_its_cause() {
         }
         let counters = log.counters.snapshot();
         assert_eq!(counters.stalled.get(cause), 2, "{cause:?}");
-        let change = || crate::log::pipeline::Modification::rewind(0);
-        let answer = log.admit(&mut log.lock(), &disk, &change());
+        let change = crate::log::pipeline::Modification::rewind(0);
+        let answer = log.admit(&mut log.lock(), &disk, &change);
         assert_eq!(answer, Admission::Wait(cause));
         set(&log, &disk, false);
         let mut done = Vec::new();

@@ -10,11 +10,11 @@ use std::path::{Path, PathBuf};
 
 use clap::Args;
 use serde_json::json;
-use walvisor_storage::{Transfer, receive_image, scratch_file};
+use walvisor_storage::scratch_file;
 
 use self::answer::{printable, text};
 use super::CommandError;
-use super::disk::report_transfer;
+use super::disk::{receive_transfer, report_transfer};
 use super::serve::nbd::unix_uri;
 use super::serve::saving::{self, ServedPool};
 use super::socket::bind;
@@ -23,7 +23,6 @@ use crate::control_socket::{
     CONTROL_MODE, ControlCommand, LookRequest, StatsFormat, ask, ask_with,
 };
 use crate::disk_spec::DiskCommand;
-use crate::progress::with_bar;
 use crate::size::human_size;
 
 /// The arguments of `walvisor ctl`.
@@ -165,18 +164,10 @@ fn export(
     force: bool,
     json: bool,
 ) -> Result<(), CommandError> {
-    let answer = receive_image(output, force, |file| {
-        let answer = with_bar("exporting", |progress| {
-            ask_with(socket, command, &[file.as_fd()], progress)
-        });
+    let (done, answer) = receive_transfer(output, force, |file, progress| {
+        let answer = ask_with(socket, command, &[file.as_fd()], progress);
         answer.map_err(CommandError::Failed)
     })?;
-    let bytes = |key: &str| answer[key].as_u64().unwrap_or(0);
-    let done = Transfer {
-        size: bytes("size_bytes"),
-        copied: bytes("copied_bytes"),
-        shared: false,
-    };
     let disk = text(&answer["disk"]);
     let said = format!("{}: exported {disk}", output.display());
     report_transfer(json, Path::new(&disk), ("raw", output), done, &said);

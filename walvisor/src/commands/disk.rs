@@ -12,7 +12,7 @@ use clap::{Args, Subcommand};
 pub(super) use path::print;
 use path::{DetachedImages, DiskPath, SharedDisk};
 use serde_json::json;
-pub(super) use transfer::report as report_transfer;
+pub(super) use transfer::{receive as receive_transfer, report as report_transfer};
 use walvisor_storage::{
     self as storage, DiskReport, LogReport, Retention, SnapshotName, Store, StoreOptions,
 };

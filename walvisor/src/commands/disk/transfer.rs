@@ -1,6 +1,6 @@
 //! `walvisor disk import`, `export`, `restore`, `clone` and `resize`.
 
-use std::fs::Permissions;
+use std::fs::{File, Permissions};
 use std::os::fd::AsFd;
 use std::os::unix::fs::{MetadataExt, PermissionsExt};
 use std::path::{Path, PathBuf};
@@ -203,21 +203,33 @@ fn copy_in_use(
         output: output.to_owned(),
         force,
     };
-    let answer = storage::receive_image(output, force, |file| {
+    let (done, _) = receive(output, force, |file, progress| {
         // As that of a copy of a closed disk.
         let mode = mode.map(Permissions::from_mode);
         let set = mode.and_then(|mode| file.set_permissions(mode));
         set.map_err(|error| CommandError::Failed(format!("{}: {error}", output.display())))?;
-        with_bar("exporting", |progress| {
-            owner.ask_with(&request, &[file.as_fd()], progress)
-        })
+        owner.ask_with(&request, &[file.as_fd()], progress)
+    })?;
+    Ok(done)
+}
+
+/// Lets another process write a new image, which gets its name once it is complete. `ask` hands
+/// over the file and returns the answer, which comes back too.
+pub(in crate::commands) fn receive(
+    output: &Path,
+    force: bool,
+    ask: impl FnOnce(&File, storage::Progress<'_>) -> Result<Value, CommandError>,
+) -> Result<(storage::Transfer, Value), CommandError> {
+    let answer = storage::receive_image(output, force, |file| {
+        with_bar("exporting", |progress| ask(file, progress))
     })?;
     let bytes = |key: &str| answer[key].as_u64().unwrap_or(0);
-    Ok(storage::Transfer {
+    let done = storage::Transfer {
         size: bytes("size_bytes"),
         copied: bytes("copied_bytes"),
         shared: false,
-    })
+    };
+    Ok((done, answer))
 }
 
 /// Carries out `walvisor disk export`.

@@ -26,7 +26,7 @@ use toml_edit::{DocumentMut, Item, Table, TomlError, Value};
 
 use super::daemon::announce;
 use super::hotplug::Hotplug;
-use super::pool::{self, NamedBy, PoolDisk};
+use super::pool::{self, DiskOrigin, PoolDisk};
 use crate::commands::CommandError;
 use crate::commands::ctl::answer::removed_line;
 use crate::commands::process::MetricsAddress;
@@ -69,7 +69,7 @@ impl PoolText {
 
     fn pool_disks(&self) -> impl Iterator<Item = PoolDisk> {
         let disks = self.disks.iter().cloned();
-        disks.map(|disk| PoolDisk::new(disk, NamedBy::File))
+        disks.map(|disk| PoolDisk::new(disk, DiskOrigin::File))
     }
 }
 
@@ -156,8 +156,9 @@ impl PoolFile {
         let served = hotplug.lock().disks.clone();
         let (leaving, staying): (Vec<_>, Vec<_>) = served
             .into_iter()
-            .partition(|disk| disk.origin == NamedBy::File && !has(&wanted, disk));
-        let of_file = |disk: &PoolDisk| disk.origin != NamedBy::CommandLine && has(&wanted, disk);
+            .partition(|disk| disk.origin == DiskOrigin::File && !has(&wanted, disk));
+        let of_file =
+            |disk: &PoolDisk| disk.origin != DiskOrigin::CommandLine && has(&wanted, disk);
         let others = staying.iter().filter(|disk| !of_file(disk)).cloned();
         text.check(&others.collect::<Vec<_>>())?;
         let coming: Vec<_> = wanted.iter().filter(|disk| !has(&staying, disk)).collect();

@@ -18,7 +18,7 @@ use std::thread::{self, ScopedJoinHandle};
 use walvisor_vmm::disk::OpenDisk;
 
 use super::door::{Doors, with_door};
-use super::pool::{self, NamedBy, PoolDisk, specs};
+use super::pool::{self, DiskOrigin, PoolDisk, specs};
 use crate::control_socket::{AddedDisk, DiskHotplug, RemovalError, SavedPool};
 use crate::disk_spec::{DiskSpec, LOG_KEYS, WrittenDisk};
 use crate::disks::{OpenLogs, RemovedDisk, real_path};
@@ -136,8 +136,9 @@ impl ServedDisks {
             let Some(said) = file.iter().find(|said| said.is(disk)) else {
                 continue;
             };
-            let brought = disk.origin == NamedBy::Control && said.written.describes(&disk.written);
-            disk.origin = NamedBy::File;
+            let brought =
+                disk.origin == DiskOrigin::Control && said.written.describes(&disk.written);
+            disk.origin = DiskOrigin::File;
             if brought {
                 disk.written = said.written.clone();
             } else if said.written.keys != disk.written.keys {
@@ -422,10 +423,10 @@ impl DiskHotplug for Hotplug {
         let file = self.config.clone()?;
         let mut served = self.lock();
         let disks = served.disks.iter_mut();
-        let disks = disks.filter(|disk| disk.origin != NamedBy::CommandLine);
+        let disks = disks.filter(|disk| disk.origin != DiskOrigin::CommandLine);
         let disks = disks.map(|disk| {
             if saved.contains(&disk.name) {
-                disk.origin = NamedBy::File;
+                disk.origin = DiskOrigin::File;
             }
             (disk.name.clone(), disk.written.text())
         });
@@ -434,7 +435,7 @@ impl DiskHotplug for Hotplug {
     }
 
     fn add(&self, disk: &WrittenDisk) -> Result<AddedDisk, String> {
-        let disk = PoolDisk::new(disk.clone(), NamedBy::Control);
+        let disk = PoolDisk::new(disk.clone(), DiskOrigin::Control);
         self.open(disk, &[])?.serve()
     }
 

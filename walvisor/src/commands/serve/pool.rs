@@ -19,7 +19,7 @@ use crate::memory_limit;
 
 /// Who has named a disk.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum NamedBy {
+pub(super) enum DiskOrigin {
     /// `--disk`. Such a disk is in no file.
     CommandLine,
     /// The file of `--config`, when it was last read or written.
@@ -43,7 +43,7 @@ enum DiskIdentity {
 #[derive(Clone, Debug)]
 pub(super) struct PoolDisk {
     pub(super) written: WrittenDisk,
-    pub(super) origin: NamedBy,
+    pub(super) origin: DiskOrigin,
     /// Its name in control requests and metrics.
     pub(super) name: String,
     /// As it was when the disk was named: to look for its image again would wait for a file system
@@ -52,7 +52,7 @@ pub(super) struct PoolDisk {
 }
 
 impl PoolDisk {
-    pub(super) fn new(written: WrittenDisk, origin: NamedBy) -> Self {
+    pub(super) fn new(written: WrittenDisk, origin: DiskOrigin) -> Self {
         let WrittenDisk { keys, spec } = &written;
         let doors = Doors::new(std::slice::from_ref(spec), 0o600, false, &Tls::Off);
         let name = doors.name(spec);
@@ -80,7 +80,7 @@ impl PoolDisk {
     /// A disk of the command line.
     pub(super) fn of_command_line(spec: DiskSpec) -> Self {
         let keys = Vec::new();
-        Self::new(WrittenDisk { keys, spec }, NamedBy::CommandLine)
+        Self::new(WrittenDisk { keys, spec }, DiskOrigin::CommandLine)
     }
 
     pub(super) fn spec(&self) -> &DiskSpec {
@@ -141,7 +141,7 @@ pub(super) fn check(disks: &[PoolDisk], memory_limit: Option<u64>) -> Result<(),
     disks::check(&specs)?;
     // Exports of several sockets may have one name, as long as no file names the disks: what comes
     // and goes with a file is found by its name.
-    let from_words = |disk: &PoolDisk| disk.origin == NamedBy::CommandLine;
+    let from_words = |disk: &PoolDisk| disk.origin == DiskOrigin::CommandLine;
     let same = |(disk, other): &(&PoolDisk, &PoolDisk)| {
         disk.name == other.name && !(from_words(disk) && from_words(other))
     };
@@ -168,7 +168,7 @@ mod tests {
 
     fn disk(text: &str) -> PoolDisk {
         let written = WrittenDisk::parse(text, DiskCommand::Serve).unwrap();
-        PoolDisk::new(written, NamedBy::File)
+        PoolDisk::new(written, DiskOrigin::File)
     }
 
     #[test]

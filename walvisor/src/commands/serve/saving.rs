@@ -14,7 +14,7 @@ use tempfile::Builder;
 use toml_edit::{DocumentMut, Item, RawString, Table, TomlError};
 
 use super::config::{PoolText, parse};
-use super::pool::{NamedBy, PoolDisk};
+use super::pool::{DiskOrigin, PoolDisk};
 use crate::commands::CommandError;
 use crate::disk_spec::{DiskCommand, DiskSpec, LOG_KEYS, WrittenDisk};
 use crate::disks::real_path;
@@ -95,7 +95,7 @@ fn change(text: &str, served: &ServedPool<'_>) -> Result<(String, SavedChanges),
     let mut missing: Vec<_> = missing
         .collect::<Result<_, _>>()
         .map_err(|error| error.to_string())?;
-    let name = |disk: &WrittenDisk| PoolDisk::new(disk.clone(), NamedBy::File).name;
+    let name = |disk: &WrittenDisk| PoolDisk::new(disk.clone(), DiskOrigin::File).name;
     let mut document: DocumentMut = text.parse().map_err(|error: TomlError| error.to_string())?;
     let trailing = document.trailing().as_str().unwrap_or_default().to_owned();
     let tables = document
