@@ -38,7 +38,11 @@ impl Guest {
         command
             .args(["-nodefaults", "-no-user-config", "-no-reboot"])
             .args(["-display", "none", "-serial", "stdio", "-cpu", "max"])
-            .args(["-machine", "q35,accel=tcg,memory-backend=memory"])
+            // One thread runs both processors: with a thread each, an emulated processor sometimes
+            // executes an instruction that the kernel on the other one has just patched away, and
+            // the kernel dies of that breakpoint.
+            .args(["-accel", "tcg,thread=single"])
+            .args(["-machine", "q35,memory-backend=memory"])
             .args([
                 "-object",
                 "memory-backend-memfd,id=memory,size=512M,share=on",
