@@ -14,6 +14,7 @@ use walvisor_vmm::vm::memory_use::MemoryUse;
 
 use crate::archiving::PushState;
 use crate::disk::{cache_in_force, log_counters, log_name, logged};
+use crate::machine_memory::resident;
 use crate::point::unix_us;
 
 /// The metrics of a run.
@@ -325,6 +326,15 @@ fn archives(text: &mut Text, pushes: &[PushState]) {
 
 /// Adds the memory that the process has lent and set aside, and its limit.
 fn memory(text: &mut Text) {
+    if let Some(resident) = resident() {
+        let name = "walvisor_memory_resident_bytes";
+        text.metric(
+            name,
+            "gauge",
+            "The process's memory that is in the machine's.",
+        );
+        text.sample(name, "", resident);
+    }
     let budget = MemoryBudget::of_process();
     let name = "walvisor_memory_used_bytes";
     let help = "Memory that is set aside for the process, logs and clients, or that requests and \

@@ -13,6 +13,7 @@ use crate::disk::{cache_in_force, log_counters, log_name, logged};
 use walvisor_devices::block::{Latencies, LatencyCounts, OperationKind};
 use walvisor_devices::throttle::Throttle;
 
+use crate::machine_memory::resident;
 use crate::metrics::{DiskMetrics, RunMetrics, render, render_served};
 use crate::point::{history_json, unix_us};
 
@@ -31,7 +32,11 @@ pub(super) fn json(controlled: &ControlledProcess) -> Value {
         "pid": std::process::id(),
         "state": state,
         "uptime_us": controlled.started.elapsed().as_micros() as u64,
-        "memory": { "used_bytes": budget.used(), "limit_bytes": budget.limit() },
+        "memory": {
+            "resident_bytes": resident(),
+            "used_bytes": budget.used(),
+            "limit_bytes": budget.limit(),
+        },
         "logs": logs(&disks, &controlled.pushes.states()),
         "disks": disks.iter().map(|one| disk(one, &disks, controlled)).collect::<Vec<_>>(),
     });

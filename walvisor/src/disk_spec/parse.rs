@@ -20,8 +20,7 @@ pub enum DiskSpecError {
     NoValue(String),
     /// A key that does not exist.
     #[error(
-        "unknown key '{key}': {}'walvisor {}' takes {} ('--disk help' explains them)",
-        hint(key, *command), command.words(), names(*command)
+        "unknown key '{key}': {} ('--disk help' explains them)", known(key, *command)
     )]
     UnknownKey {
         /// The key.
@@ -89,14 +88,17 @@ fn door_of(keys: &[(String, String)]) -> Option<DiskCommand> {
         .find(|door| door.name() == named)
 }
 
-/// Asks whether a similar key was meant. The measure and threshold are those that clap uses for
-/// arguments.
-fn hint(mistyped: &str, command: DiskCommand) -> String {
+/// Asks whether a similar key was meant, or lists all keys if there is none. The measure and
+/// threshold are those that clap uses for arguments.
+fn known(mistyped: &str, command: DiskCommand) -> String {
     let likeness = |key: &Key| strsim::jaro(mistyped, key.name);
     let alike = keys_of(command).filter(|key| likeness(key) > 0.7);
     match alike.max_by(|a, b| likeness(a).total_cmp(&likeness(b))) {
-        Some(key) => format!("did you mean '{}'? ", key.name),
-        None => String::new(),
+        Some(key) => format!("did you mean '{}'?", key.name),
+        None => {
+            let names: Vec<_> = keys_of(command).map(|key| key.name).collect();
+            format!("'walvisor {}' takes {}", command.words(), names.join(", "))
+        }
     }
 }
 
@@ -112,11 +114,6 @@ pub fn split_parts(text: &str) -> Vec<String> {
         }
     }
     parts
-}
-
-fn names(command: DiskCommand) -> String {
-    let names: Vec<_> = keys_of(command).map(|key| key.name).collect();
-    names.join(", ")
 }
 
 /// The keys and values of a SPEC.

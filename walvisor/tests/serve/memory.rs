@@ -157,7 +157,7 @@ fn clients_that_take_all_memory_leave_the_daemon_and_others_alive() {
     }
     let stats = succeed(dir, "ctl c stats");
     println!("{stats}");
-    assert!(stats.contains(" of 192 MiB\n"));
+    assert!(stats.contains(" of 192 MiB are set aside\n"));
     let peak = daemon.peak_memory();
     println!(
         "at most {} MiB resident, in a cgroup: {}",
