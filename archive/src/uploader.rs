@@ -483,7 +483,7 @@ impl<'a> Uploader<'a> {
         Err(Error::new(
             ErrorKind::Local,
             format!(
-                "{error}; once the images have what follows ('walvisor ctl SOCKET checkpoint'), the \
+                "{error}; once the images have what follows ('walvisor disk checkpoint'), the \
                  archive begins anew with a copy of them"
             ),
         ))

@@ -85,20 +85,22 @@ pub use walvisor_block::{
 };
 pub use {
     catalog::control::{has_log, log_writer},
+    catalog::log_location::log_dir_of,
     catalog::mark_text::MarkText,
     catalog::options::{
         CacheMode, CommitWait, DiskOptions, FullLogPolicy, ImageFormat, Resize, StoreOptions,
         default_log_dir,
     },
+    catalog::readable::ReadableLog,
     catalog::retention::Retention,
     catalog::snapshot::{Snapshot, SnapshotName},
-    copy::clone::{CloneSource, clone_disk, serve_clone},
+    copy::clone::{CloneSource, clone_disk, receive_clone, serve_clone},
     copy::fetcher::{ChunkSource, FetchOptions, FetchRemedy, FetchReport, Fetcher},
     copy::transfer::{
         RescueOptions, UnreadableSectors, export_disk, import_disk, import_disk_as, receive_image,
         rescue_disk, restore_disk,
     },
-    disk::handle::Disk,
+    disk::handle::{Disk, ReadHold},
     disk::port::Port,
     error::{Error, ErrorKind, Result},
     log::commit::Commit,

@@ -2,11 +2,12 @@
 //! it.
 
 use std::fs;
+use std::io::{BufRead, BufReader};
 use std::path::Path;
-use std::process::Command;
+use std::process::{Command, Stdio};
 
 use walvisor_testkit::process::{client, text};
-use walvisor_testkit::{Daemon, test_dir};
+use walvisor_testkit::{Daemon, test_dir, wait_until};
 use walvisor_tests::{binary, have, have_all, succeed};
 
 const PAGE: &str = include_str!("../../docs/restoring.md");
@@ -84,7 +85,7 @@ fn files_of_a_guest_come_back_as_of_each_point() {
         ),
     );
 
-    let [look, guestfish, unlook, serve] = typed_lines()[..] else {
+    let [look, guestfish, unlook] = typed_lines()[..] else {
         panic!("other commands: {:?}", typed_lines());
     };
     let guestfish = guestfish.replace("/srv/", &format!("{place}/"));
@@ -102,11 +103,22 @@ fn files_of_a_guest_come_back_as_of_each_point() {
     );
     let features = client(dir, "dumpe2fs", &["-h", "tuesday.raw"]);
     assert!(features.contains("needs_recovery"), "{features}");
-    let serve = serve
-        .replace("/srv/", &format!("{place}/"))
-        .replace(":monday", ":tuesday");
-    let daemon = Daemon::start(dir, serve.strip_prefix("walvisor serve nbd ").unwrap());
+    // The disk is closed now, so the command itself serves the look, until it is ended.
+    let look = look.replace(":monday", ":tuesday");
+    let mut command = Command::new(binary());
+    command.args(look.strip_prefix("walvisor ").unwrap().split(' '));
+    command.current_dir(dir).stdout(Stdio::piped());
+    let mut served = command.spawn().unwrap();
+    let mut line = String::new();
+    let mut lines = BufReader::new(served.stdout.take().unwrap());
+    lines.read_line(&mut line).unwrap();
+    assert!(
+        line.starts_with("serving vm.img as of snapshot:tuesday: "),
+        "{line}"
+    );
     typed(dir, &guestfish.replace(" -i ", " -m /dev/sda "));
     assert_eq!(fs::read_to_string(&rows).unwrap(), "new");
-    daemon.stop();
+    served.kill().unwrap();
+    served.wait().unwrap();
+    wait_until("the end of the look", || !dir.join("look.sock").exists());
 }

@@ -201,6 +201,7 @@ fn moved(error: &clap::Error) -> Option<String> {
     let now = match command.as_str() {
         "bench" => "walvisor-bench store",
         "compare" => "walvisor-bench",
+        "points" => return Some("'walvisor ctl points' is 'walvisor disk points PATH' now".into()),
         _ => return None,
     };
     Some(format!(
@@ -282,6 +283,11 @@ mod tests {
         assert!(bench.contains("'walvisor-bench store' now"), "{bench}");
         let compare = moved_message(&["compare", "notify", "--quick"]).unwrap();
         assert!(compare.contains("'walvisor-bench' now"), "{compare}");
+        let points = moved_message(&["ctl", "ctl.sock", "points"]).unwrap();
+        assert!(
+            points.contains("'walvisor disk points PATH' now"),
+            "{points}"
+        );
         assert_eq!(moved_message(&["banana"]), None);
     }
 }

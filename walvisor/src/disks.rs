@@ -178,7 +178,7 @@ impl OpenLogs {
                 let members = disk.members().map_err(|error| error.to_string())?;
                 let paths = members.iter().map(|(_, path)| path.display().to_string());
                 return Err(format!(
-                    "disk '{}': {}; open it without retain=, then 'walvisor ctl SOCKET set-retain \
+                    "disk '{}': {}; open it without retain=, then 'walvisor disk retain DISK \
                      {retain} --give-up-history'",
                     spec.name(),
                     refuse_retention(&disk.history(), retain, paths.collect())

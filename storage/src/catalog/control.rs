@@ -328,9 +328,26 @@ pub(crate) fn read_unlocked_control(log_dir: &Path) -> Result<ControlFile> {
     read_control(file, path, log_parent(log_dir)?)
 }
 
+/// How often to read the control file of a log in use: its process may write one slot while the
+/// other one is read, and then that one.
+const READS: u32 = 5;
+
 /// Opens, locks and reads the control file, to use the log ([`Access::Log`]) or only to look at it
-/// ([`Access::LogRead`]).
+/// ([`Access::LogRead`], or [`Access::Held`] without a lock).
 pub(crate) fn open_control(log_dir: &Path, access: Access) -> Result<ControlFile> {
+    if access.newest().is_some() {
+        let mut read = read_unlocked_control(log_dir);
+        for _ in 1..READS {
+            if !read
+                .as_ref()
+                .is_err_and(|error| error.kind() == ErrorKind::Damaged)
+            {
+                break;
+            }
+            read = read_unlocked_control(log_dir);
+        }
+        return read;
+    }
     let path = log_dir.join(CONTROL);
     let holder = |_: &dyn DataFile| Holder::User;
     let how = access.open_mode(OpenMode::Existing);

@@ -10,6 +10,7 @@ use std::path::{Path, PathBuf};
 
 use crate::catalog::control::{ControlFile, read_unlocked, real_path};
 use crate::catalog::identity::Identity;
+use crate::catalog::options::default_log_dir;
 use crate::error::{Error, ErrorKind, Result};
 use crate::format::{DiskEntry, Uuid};
 use crate::medium::file::DataFile;
@@ -92,6 +93,20 @@ impl LogLocation {
         };
         control.control.header.log == self.uuid && control.control.disks.iter().any(own)
     }
+}
+
+/// The directory of the log that the image at `path` is on: the one that the image names, if that
+/// log has this image as its own, and not one that it was copied from or has left; else
+/// [`default_log_dir`]. Locks nothing.
+pub fn log_dir_of(path: &Path) -> PathBuf {
+    let default = default_log_dir(path);
+    let named = || {
+        let file = files().open(path, OpenMode::Read).ok()?;
+        let named = LogLocation::read(file.as_ref(), path)?;
+        let identity = Identity::of(file.as_ref(), path).ok()?;
+        (!named.is_at(&default) && named.has(&identity, path)).then_some(named.dir)
+    };
+    named().unwrap_or(default)
 }
 
 /// Refuses to use the image at `path` with the log in `log_dir` if it names another log, which has

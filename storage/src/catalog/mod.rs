@@ -5,6 +5,7 @@ pub(crate) mod identity;
 pub(crate) mod log_location;
 pub(crate) mod mark_text;
 pub(crate) mod options;
+pub(crate) mod readable;
 pub(crate) mod retention;
 pub(crate) mod rewind;
 pub(crate) mod snapshot;

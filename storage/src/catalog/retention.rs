@@ -56,8 +56,7 @@ impl Retention {
         if !self.covers(old) {
             return Err(invalid(format!(
                 "the log keeps retain={old}, and retain={self} would give history of its disks up; \
-                 leave it out, or keep less with 'walvisor ctl SOCKET set-retain {self}' while one \
-                 of them is in use"
+                 leave it out, or keep less with 'walvisor disk retain DISK {self}'"
             )));
         }
         Ok(())

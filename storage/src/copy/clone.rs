@@ -9,6 +9,7 @@
 //! that it still shows the same state at the point.
 
 use std::fmt;
+use std::fs::File;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
@@ -21,6 +22,7 @@ use crate::copy::transfer::{base_origin, fill, mode_of, origin, salt_at};
 use crate::error::{Error, ErrorKind, Result, invalid};
 use crate::medium::copying::KERNEL_COPY_BYTES;
 use crate::medium::fetch_map::FetchMap;
+use crate::medium::filesystem::{OpenMode, files};
 use crate::medium::lock::Access;
 use crate::parallel::Progress;
 use crate::store::create::NewDisk;
@@ -179,6 +181,29 @@ pub fn clone_disk(
     let done = fill(&part, &view, options.threads, progress)?;
     disk.finish(part, view.size, options)?;
     progress(view.size, view.size);
+    Ok(done)
+}
+
+/// Creates a disk as [`clone_disk`] does, whose bytes are what `fill` writes to the empty file it
+/// gets: the process that has the source open can do that.
+///
+/// # Errors
+/// Those of `fill`; or as [`clone_disk`], of the new disk. Nothing is left behind.
+pub fn receive_clone<E: From<Error>>(
+    source: &CloneSource,
+    new: &Path,
+    new_log_dir: &Path,
+    options: &StoreOptions,
+    fill: impl FnOnce(&File) -> std::result::Result<Transfer, E>,
+) -> std::result::Result<Transfer, E> {
+    source.refuse_own_log(new_log_dir)?;
+    let disk = NewDisk::begin(new, new_log_dir, options)?;
+    let image = files().open(&source.path, OpenMode::ReadDirect);
+    let image = image.map_err(|error| Error::io("open the disk", &source.path, error))?;
+    let mode = mode_of(image.as_ref(), &source.path)?;
+    let part = PartFile::resume(new, 0, mode, String::new())?;
+    let done = fill(part.host_file()?)?;
+    disk.finish(part, done.size, options)?;
     Ok(done)
 }
 

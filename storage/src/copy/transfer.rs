@@ -487,11 +487,7 @@ pub fn receive_image<T, E: From<Error>>(
     fill: impl FnOnce(&File) -> std::result::Result<T, E>,
 ) -> std::result::Result<T, E> {
     let (part, _replaced) = begin_raw(raw, replace, 0, OWNER, String::new())?;
-    let file = part.file().host().ok_or_else(|| {
-        let path = raw.display();
-        invalid(format!("{path}: not a file on this machine"))
-    })?;
-    let filled = fill(file)?;
+    let filled = fill(part.host_file()?)?;
     part.publish(replace)?;
     Ok(filled)
 }

@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 use crate::Buffer;
 use crate::error::Result;
 use crate::log::admission::RoomNeed;
-use crate::log::holds::ExportLook;
+use crate::log::holds::YieldingHold;
 use crate::log::image::DiskImage;
 use crate::log::state::Log;
 use crate::medium::copying::{COPY_BYTES, KERNEL_COPY_BYTES};
@@ -107,9 +107,9 @@ impl YieldingLook {
     /// One that is closed.
     pub(crate) fn new(log: &Arc<Log>) -> Self {
         let slot: Arc<Mutex<Option<OpenLook>>> = Arc::default();
-        let of_keeper: Arc<dyn ExportLook> = slot.clone();
+        let of_keeper: Arc<dyn YieldingHold> = slot.clone();
         let mut state = log.lock();
-        let looks = &mut state.keeper.export_looks;
+        let looks = &mut state.keeper.yielding_holds;
         looks.retain(|look| look.strong_count() > 0);
         looks.push(Arc::downgrade(&of_keeper));
         drop(state);
@@ -172,8 +172,8 @@ fn close_if_due(look: &mut Option<OpenLook>, need: RoomNeed, grace: Duration) {
     look.take_if(due);
 }
 
-impl ExportLook for Mutex<Option<OpenLook>> {
-    fn close_if_overdue(&self, need: RoomNeed) {
+impl YieldingHold for Mutex<Option<OpenLook>> {
+    fn end_if_overdue(&self, need: RoomNeed) {
         // While its thread reads the log by it, that thread is busy with nothing else.
         if let Ok(mut look) = self.try_lock() {
             close_if_due(&mut look, need, GRACE);

@@ -3,6 +3,7 @@
 use std::fs::File;
 use std::io;
 use std::path::{Path, PathBuf};
+use std::time::{Duration, Instant};
 
 use crate::catalog::mark_text::MarkText;
 use crate::catalog::options::{Resize, check_size};
@@ -11,16 +12,17 @@ use crate::catalog::snapshot::{Snapshot, SnapshotName};
 use crate::disk::port::Port;
 use crate::error::{Error, ErrorKind, Result, invalid};
 use crate::index::allocation::{ExtentLookUp, disk_extents};
+use crate::log::admission::RoomNeed;
 use crate::log::commit::Commit;
 use crate::log::disk_state::DiskState;
-use crate::log::holds::{HeldLog, HoldOwner};
+use crate::log::holds::{HeldLog, HoldOwner, OpenHold, YieldingHold};
 use crate::log::orders::KeeperTask;
 use crate::log::pipeline::MarkCommit;
 use crate::log::replica::{LogReplica, ReplicaCall, ReplicaOptions};
 use crate::log::sharing::SyncSharing;
 use crate::log::state::Log;
 use crate::sync::atomic::Ordering;
-use crate::sync::{Arc, mpsc};
+use crate::sync::{self, Arc, Mutex, mpsc};
 use crate::view::changed::{ChangesSince, SavedExtents, saved_since, unknown_point};
 use crate::view::horizon::LogHistory;
 use crate::view::look::Look;
@@ -254,6 +256,27 @@ impl Disk {
         holds.recv().map_err(|_| self.log.closed())
     }
 
+    /// Holds the log for another process, which reads it as a
+    /// [`ReadableLog::held`](crate::ReadableLog::held), up to the newest record that is durable.
+    /// The hold [ends](ReadHold::is_kept) early if the log needs room, or its files change: what was
+    /// read by then may be wrong, and is read again.
+    ///
+    /// # Errors
+    /// If the disk has left the log, or the log had failed, is being closed, or is open for reading
+    /// only.
+    pub fn hold_to_read(&self) -> crate::Result<ReadHold> {
+        let held = self.hold(HoldOwner::Reader)?;
+        let open = (held.hold, sync::now());
+        let hold = Arc::new(Mutex::new(Some(open)));
+        let of_keeper: Arc<dyn YieldingHold> = hold.clone();
+        let mut state = self.log.lock();
+        let holds = &mut state.keeper.yielding_holds;
+        holds.retain(|hold| hold.strong_count() > 0);
+        holds.push(Arc::downgrade(&of_keeper));
+        let newest = held.newest;
+        Ok(ReadHold { newest, hold })
+    }
+
     /// As [`rewind_disk`](crate::rewind_disk), for an open disk. Its writes wait in the meantime;
     /// other disks of the log go on.
     ///
@@ -334,6 +357,51 @@ impl Disk {
         }
         self.log.order(KeeperTask::Grow(disk, size))?;
         Ok(Resize { old_size, size })
+    }
+}
+
+/// A hold of another process that reads the log: see [`Disk::hold_to_read`].
+pub struct ReadHold {
+    newest: u64,
+    hold: Arc<Mutex<Option<OpenReading>>>,
+}
+
+/// The hold, and since when it is there.
+type OpenReading = (OpenHold, Instant);
+
+/// How long a reader may go on when the log needs room, and when writers wait for that.
+const READING: Duration = Duration::from_secs(1);
+/// See [`READING`].
+const READING_WAITED_FOR: Duration = Duration::from_millis(100);
+
+impl ReadHold {
+    /// The newest record that was durable.
+    pub fn newest_lsn(&self) -> u64 {
+        self.newest
+    }
+
+    /// Whether the log is still held, so that all that was read is right.
+    pub fn is_kept(&self) -> bool {
+        self.hold.lock().expect("hold lock").is_some()
+    }
+}
+
+impl YieldingHold for Mutex<Option<OpenReading>> {
+    fn end_if_overdue(&self, need: RoomNeed) {
+        let most = match need {
+            RoomNeed::None => return,
+            RoomNeed::Soon => READING,
+            RoomNeed::Now => READING_WAITED_FOR,
+        };
+        let overdue = |(_, since): &mut OpenReading| sync::now() - *since >= most;
+        let ended = self.lock().expect("hold lock").take_if(overdue);
+        // This locks the log.
+        drop(ended);
+    }
+
+    fn end_if_reader(&self) {
+        let ended = self.lock().expect("hold lock").take();
+        drop(ended);
     }
 }
 

@@ -118,6 +118,26 @@ impl Keeper {
         )
     }
 
+    /// As [`drain`](Self::drain), for an order. If not even the keeper finds room, the order fails,
+    /// and no write that waits.
+    pub(super) fn drain_for_order(&mut self, lsn: u64) -> Result<()> {
+        let mut state = self.log.lock();
+        if state.pipeline.batched() < lsn {
+            state.keeper.draining = Some(lsn);
+            let fits = self.log.finds_room(&state);
+            state.keeper.draining = None;
+            if !fits {
+                let dir = self.log.dir.display();
+                let message = format!(
+                    "{dir}: the log is full, and writes wait for its room; try again once it has some"
+                );
+                return Err(Error::new(ErrorKind::Io, message));
+            }
+        }
+        drop(state);
+        self.drain(lsn)
+    }
+
     /// Makes everything up to `lsn` durable in the log, if necessary in the ring's last segment.
     /// The next write of the control file records how far the log is durable.
     pub(super) fn drain(&mut self, lsn: u64) -> Result<()> {

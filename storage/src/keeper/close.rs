@@ -26,6 +26,7 @@ impl Keeper {
     /// # Errors
     /// If the log had failed or the copy fails.
     pub(crate) fn close(&mut self) -> Result<bool> {
+        self.end_readings();
         self.reclaim();
         self.refuse_failed()?;
         // If this fails, the records are safe all the same.

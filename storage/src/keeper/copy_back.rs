@@ -279,7 +279,11 @@ impl Keeper {
             self.limit_spills();
         }
         let due = self.spilled().filter(|disk| self.pause_of(disk).is_zero());
-        for disk in due.cloned().collect::<Vec<_>>() {
+        let due: Vec<_> = due.cloned().collect();
+        if !due.is_empty() {
+            self.end_readings();
+        }
+        for disk in due {
             // Noted, and tried again.
             let _ = self.copy_spill_back(&disk, false);
         }

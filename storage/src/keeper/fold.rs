@@ -45,6 +45,11 @@ fn who_needs(holds: &Holds, lsn: u64) -> String {
              export (export-cancel)"
                 .to_owned()
         }
+        Some(HoldOwner::Reader) => {
+            "another process reads the log ('walvisor disk info', for instance); wait until it has \
+             ended"
+                .to_owned()
+        }
         Some(HoldOwner::Snapshot(name)) => {
             format!("snapshot '{name}' needs the log; delete it with 'snapshot-delete {name}'")
         }

@@ -49,7 +49,7 @@ impl Keeper {
         }
         let appended = self.log.lock().pipeline.appended();
         // The disk's past may begin here, so a power cut must not take this state back.
-        self.drain(appended)?;
+        self.drain_for_order(appended)?;
         let disk = adopt(&mut self.control, &self.disks, appended)?;
         disk.index_mut().count_in(&self.log.counters.index);
         self.note_spill(&disk);

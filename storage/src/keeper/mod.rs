@@ -117,7 +117,7 @@ impl Keeper {
                 return closed.map(drop);
             }
             self.serve_orders();
-            self.close_overdue_looks();
+            self.end_overdue_holds();
             // A failed checkpoint waits for its retry. A segment file that is needed is made all
             // the same.
             let done = if paused {
@@ -142,7 +142,7 @@ impl Keeper {
 
     /// How much the log needs room that an export keeps it from making.
     fn need_beside_exports(&self, state: &LogState) -> RoomNeed {
-        if state.keeper.holds.has_export() {
+        if state.keeper.holds.has_yielding() {
             self.log.room_need(state)
         } else {
             RoomNeed::None
@@ -150,16 +150,25 @@ impl Keeper {
     }
 
     /// Closes the looks of exports that should have given way by now.
-    pub(crate) fn close_overdue_looks(&self) {
+    pub(crate) fn end_overdue_holds(&self) {
         let state = self.log.lock();
         let need = self.need_beside_exports(&state);
         if need == RoomNeed::None {
             return;
         }
-        let looks = state.keeper.export_looks.iter().filter_map(Weak::upgrade);
-        let looks: Vec<_> = looks.collect();
+        let holds = state.keeper.yielding_holds.iter().filter_map(Weak::upgrade);
+        let holds: Vec<_> = holds.collect();
         drop(state);
-        looks.iter().for_each(|look| look.close_if_overdue(need));
+        holds.iter().for_each(|hold| hold.end_if_overdue(need));
+    }
+
+    /// Ends the holds of readers, because files that they read are about to change.
+    pub(crate) fn end_readings(&self) {
+        let state = self.log.lock();
+        let holds = state.keeper.yielding_holds.iter().filter_map(Weak::upgrade);
+        let holds: Vec<_> = holds.collect();
+        drop(state);
+        holds.iter().for_each(|hold| hold.end_if_reader());
     }
 
     /// Gives readers time to end, then reclaims the segments that they held.

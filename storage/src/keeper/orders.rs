@@ -31,6 +31,9 @@ impl Keeper {
 
     fn serve(&mut self, KeeperOrder { task, answer }: KeeperOrder) {
         let phase = self.phase();
+        if task.changes_files() {
+            self.end_readings();
+        }
         let done = match task {
             KeeperTask::Checkpoint(lsn) => self.checkpoint_to(lsn, false),
             KeeperTask::CopyBack(disk) => self.bring_up_to_date(&disk),
@@ -80,7 +83,7 @@ impl Keeper {
         let mut state = self.log.lock();
         let (lsn, unix_us) = (state.pipeline.appended(), state.clock.now().unix_us);
         drop(state);
-        self.drain(lsn)?;
+        self.drain_for_order(lsn)?;
         let cid = self.log.lock().pipeline.next_cid() - 1;
         let snapshot = Snapshot {
             name,
@@ -114,7 +117,8 @@ impl Keeper {
         self.change_history(|control| point.add(control))
     }
 
-    /// Makes everything written so far durable, and holds what a look at the disk reads. The base
+    /// Makes everything written so far durable, unless another process reads only what is, and holds
+    /// what a look at the disk reads. The base
     /// images do not change until the hold is dropped. A checkpoint that is due comes first, so
     /// that a series of looks can't keep it off for ever. If it fails, whatever it copied is still
     /// in the log, so a look at the remaining points sees the same.
@@ -137,10 +141,16 @@ impl Keeper {
                 format!("{path}: the disk has left its log; open it again, then look at it");
             return Err(Error::new(ErrorKind::NotFound, message));
         }
-        let newest = state.pipeline.appended();
+        let (appended, durable) = (state.pipeline.appended(), state.pipeline.durable());
         drop(state);
         let hold = OpenHold::new(&self.log, owner);
-        self.drain(newest)?;
+        let newest = match owner {
+            HoldOwner::Reader => durable,
+            _ => {
+                self.drain_for_order(appended)?;
+                appended
+            }
+        };
         let control = self.control.control.clone();
         let applied = control.header.checkpoint_lsn.get();
         let segments = self.log.lock().ring.oldest(usize::MAX).into_iter();

@@ -791,6 +791,14 @@ impl Log {
         )
     }
 
+    /// Whether the next batch finds room, if need be in a segment that can still be made.
+    pub(crate) fn finds_room(&self, state: &LogState) -> bool {
+        let (_, header, payload_len) = self.measure_batch(state);
+        let whole = (header.next_multiple_of(format::BLOCK) + payload_len) as u64;
+        let batch = BatchSize { header, whole };
+        state.ring.has_room(batch, state.is_draining())
+    }
+
     /// Makes sure that the tail has room for a batch, if necessary by moving on to a free segment.
     /// Returns whether it has.
     fn make_room(&self, state: &mut LogState, batch: BatchSize) -> bool {

@@ -4,6 +4,7 @@
 //! |---|---|---|
 //! | a look at a disk in use | that of the base images, which do not change meanwhile | never |
 //! | the look of an export | the same | soon |
+//! | another process that reads the log | the same | soon |
 //! | a restore in place | the same | soon |
 //! | a snapshot that the base images can stop at | its own | at once: its bytes are saved beside the log |
 //! | one inside a rewind, at which they can't stop | its own | never |
@@ -33,6 +34,8 @@ pub(crate) enum HoldOwner {
     Look,
     /// The look of an export.
     Export,
+    /// Another process, which reads the log.
+    Reader,
     /// A restore in place, which replaces the index: an unfinished full checkpoint, which has a
     /// layer of it, is finished first.
     Rewind,
@@ -166,7 +169,7 @@ impl Holds {
             HoldOwner::KeptPoint(_) => 1,
             HoldOwner::Snapshot(_) => 2,
             HoldOwner::Look => 3,
-            HoldOwner::Export | HoldOwner::Rewind => 4,
+            HoldOwner::Export | HoldOwner::Reader | HoldOwner::Rewind => 4,
         };
         let there = self.0.iter().filter(|hold| hold.lsn == lsn && hold.stays());
         there.map(|hold| hold.owner).min_by_key(rank)
@@ -177,9 +180,10 @@ impl Holds {
         self.0.iter().any(Hold::is_open)
     }
 
-    /// Whether an export's look keeps the log from making room.
-    pub(crate) fn has_export(&self) -> bool {
-        self.0.iter().any(|hold| hold.owner == HoldOwner::Export)
+    /// Whether an export's look, or a reader, keeps the log from making room.
+    pub(crate) fn has_yielding(&self) -> bool {
+        let yields = |hold: &Hold| matches!(hold.owner, HoldOwner::Export | HoldOwner::Reader);
+        self.0.iter().any(yields)
     }
 
     /// Whether the point of an export must stay, although the log needs room.
@@ -219,10 +223,13 @@ impl Holds {
     }
 }
 
-/// A look of an export.
-pub(crate) trait ExportLook: Send + Sync {
-    /// Closes it if the export should have done so a while ago.
-    fn close_if_overdue(&self, need: RoomNeed);
+/// What holds a log, and gives way: the look of an export, or a reader's hold.
+pub(crate) trait YieldingHold: Send + Sync {
+    /// Ends it if it should have ended a while ago.
+    fn end_if_overdue(&self, need: RoomNeed);
+
+    /// Ends it if it is a reader's, which reads again.
+    fn end_if_reader(&self) {}
 }
 
 /// While this exists, the log's base images do not change, and all records after an LSN stay in the
@@ -303,7 +310,7 @@ mod tests {
         all.set_replica(None);
         assert_eq!(all.held(), Some(7));
         let brief = holds(&[(7, Export)]);
-        assert!(brief.all_end_soon() && brief.has_export());
+        assert!(brief.all_end_soon() && brief.has_yielding());
         assert_eq!(
             (Holds::default().held(), Holds::default().all_end_soon()),
             (None, false)

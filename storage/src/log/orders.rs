@@ -22,7 +22,7 @@ use crate::catalog::snapshot::{SavedFiles, Snapshot, SnapshotName};
 use crate::error::{Error, Result};
 use crate::index::ExtentMap;
 use crate::log::disk_state::DiskState;
-use crate::log::holds::{ExportLook, HeldLog, HoldOwner, Holds};
+use crate::log::holds::{HeldLog, HoldOwner, Holds, YieldingHold};
 use crate::sync::{self, Arc, Weak, mpsc};
 use crate::{Condition, Trouble};
 
@@ -75,6 +75,19 @@ pub(crate) enum KeeperTask {
 }
 
 impl KeeperTask {
+    /// Whether it changes files that another process may be reading.
+    pub(crate) fn changes_files(&self) -> bool {
+        matches!(
+            self,
+            Self::Checkpoint(_)
+                | Self::CopyBack(_)
+                | Self::Grow(..)
+                | Self::Remove(..)
+                | Self::DeleteSnapshot(_)
+                | Self::Rewind(..)
+        )
+    }
+
     /// Whether it takes no longer than a sync, so that it can be done in the middle of a
     /// checkpoint.
     pub(crate) fn is_quick(&self) -> bool {
@@ -116,7 +129,7 @@ pub(crate) struct KeeperState {
     /// Who needs records to stay in the log.
     pub holds: Holds,
     /// The looks of exports, some of which have ended.
-    pub export_looks: Vec<Weak<dyn ExportLook>>,
+    pub yielding_holds: Vec<Weak<dyn YieldingHold>>,
     /// A checkpoint is waiting for the pending records up to this LSN, which may use the ring's
     /// last segment.
     pub draining: Option<u64>,

@@ -429,6 +429,16 @@ impl SegmentRing {
         }
     }
 
+    /// Whether there is room for a batch: in the tail, in a free segment, or in one that can be made.
+    /// `draining`: as for [`make_room`](Self::make_room).
+    pub(crate) fn has_room(&self, batch: BatchSize, draining: bool) -> bool {
+        let fits = |tail: &Tail| {
+            let end = tail.offset + batch.whole;
+            end <= self.segment_size && tail.has_room(batch, draining, self.segment_size)
+        };
+        self.left() > u32::from(!draining) || self.tail.as_ref().is_some_and(fits)
+    }
+
     /// Continues the log in a segment that [`make_room`](Self::make_room) returned. `batched`: the
     /// LSN of the newest record so far.
     pub(crate) fn begin_tail(&mut self, segment: Arc<Segment>, log: Uuid, salt: u64, batched: u64) {

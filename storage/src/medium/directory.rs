@@ -36,6 +36,12 @@ pub(crate) trait Medium: Send + Sync {
     /// A new random number.
     fn salt(&self) -> u64;
 
+    /// The newest record to read, if the log's process holds it and appends to it meanwhile: all
+    /// records up to there are durable.
+    fn newest(&self) -> Option<u64> {
+        None
+    }
+
     /// The file system of the log's other files.
     fn files(&self) -> Arc<dyn FileSystem> {
         shared_files()
@@ -74,7 +80,7 @@ pub(crate) struct Directory {
     pub engine: EngineKind,
     /// Number of threads that read the log while it is opened.
     pub threads: usize,
-    /// [`Access::Log`], or [`Access::LogRead`] if nothing is written.
+    /// [`Access::Log`]; [`Access::LogRead`] or [`Access::Held`] if nothing is written.
     pub access: Access,
 }
 
@@ -108,6 +114,10 @@ impl Medium for Directory {
 
     fn salt(&self) -> u64 {
         u64::from_le_bytes(host::random())
+    }
+
+    fn newest(&self) -> Option<u64> {
+        self.access.newest()
     }
 
     fn blocks(&self) -> bool {
@@ -164,10 +174,14 @@ pub(crate) fn directory(log_dir: &Path, engine: EngineKind) -> Directory {
 }
 
 /// A log directory to read, on `threads` threads; `None`: one per processor.
-pub(crate) fn directory_to_read(log_dir: &Path, threads: Option<NonZeroUsize>) -> Directory {
+pub(crate) fn directory_to_read(
+    log_dir: &Path,
+    access: Access,
+    threads: Option<NonZeroUsize>,
+) -> Directory {
     Directory {
         threads: thread_count(threads),
-        access: Access::LogRead,
+        access,
         ..directory(log_dir, EngineKind::Blocking)
     }
 }

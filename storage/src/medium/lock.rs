@@ -22,6 +22,12 @@ pub(crate) enum Access {
     Write,
     /// An image, only to read: others may read it too.
     Read,
+    /// A file of a log, or an image, only to read and without a lock: the process that has it open
+    /// holds everything up to this LSN.
+    Held {
+        /// The LSN.
+        newest: u64,
+    },
 }
 
 impl Access {
@@ -30,6 +36,34 @@ impl Access {
         match self {
             Self::Log | Self::Write => to_write,
             Self::LogRead | Self::Read => OpenMode::Read,
+            // Its pages must not be cached while that process writes.
+            Self::Held { .. } => OpenMode::ReadDirect,
+        }
+    }
+
+    /// For the log of an image that is opened for this.
+    pub(crate) fn of_log(self) -> Self {
+        match self {
+            Self::Log | Self::Write => Self::Log,
+            Self::LogRead | Self::Read => Self::LogRead,
+            held @ Self::Held { .. } => held,
+        }
+    }
+
+    /// For an image of a log that is opened for this.
+    pub(crate) fn of_image(self) -> Self {
+        match self {
+            Self::Log | Self::Write => Self::Write,
+            Self::LogRead | Self::Read => Self::Read,
+            held @ Self::Held { .. } => held,
+        }
+    }
+
+    /// The newest record to read, if records may be appended meanwhile.
+    pub(crate) fn newest(self) -> Option<u64> {
+        match self {
+            Self::Held { newest } => Some(newest),
+            _ => None,
         }
     }
 }
@@ -164,6 +198,9 @@ enum LockOwner {
 
 /// Tries to take the locks once; returns who is in the way.
 fn try_lock(file: &dyn DataFile, access: Access) -> io::Result<Option<LockOwner>> {
+    if access.newest().is_some() {
+        return Ok(None);
+    }
     if !file.try_lock(matches!(access, Access::Read | Access::LogRead))? {
         return Ok(Some(LockOwner::Opener));
     }

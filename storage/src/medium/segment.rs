@@ -100,7 +100,7 @@ impl Segment {
     fn is_locked_here(&self, access: Access) -> Result<bool> {
         let failed = |error| Error::io("lock", &self.path, error);
         // Readers don't exclude each other.
-        Ok(access == Access::LogRead || !self.file.try_lock(false).map_err(failed)?)
+        Ok(access != Access::Log || !self.file.try_lock(false).map_err(failed)?)
     }
 
     /// The segment files in `dir`, with their numbers, in order.

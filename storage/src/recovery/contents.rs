@@ -158,6 +158,22 @@ impl SegmentContents {
         contents
     }
 
+    /// Only the batches up to LSN `newest`, if it is given: what follows may be on its way to the
+    /// medium.
+    pub(crate) fn up_to(mut self, newest: Option<u64>) -> Self {
+        let Some(newest) = newest else {
+            return self;
+        };
+        let wanted = |batch: &Batch| batch.last_lsn() <= newest;
+        let last = self.batches.last().is_some_and(wanted);
+        self.batches.retain(wanted);
+        self.end = self.batches.last().map_or(BLOCK as u64, Batch::end);
+        // An error is that of the batch after the last one.
+        let reached = self.batches.last().map(Batch::last_lsn) == Some(newest);
+        self.error = self.error.filter(|_| last && !reached);
+        self
+    }
+
     fn verify(&mut self, window: &mut Window) -> Result<()> {
         let mut batches = self.batches.iter_mut();
         batches.try_for_each(|batch| batch.verify(window))

@@ -244,7 +244,7 @@ pub(crate) type Visitor<'a> = &'a mut dyn FnMut(FoundRecord<'_>);
 
 /// Reads the whole log in `dir` and calls `visit` for each record in segments in use, in LSN order.
 /// Changes nothing. Calls `progress` after each segment. `verify` affects only what is found out
-/// about damage.
+/// about damage. If the [medium says](Medium::newest) how far to read, what follows is left alone.
 ///
 /// Which records count depends on rewinds that follow them. `control` has those that are known
 /// already; if the scan finds [others](Scan::rewinds), the caller reads the log again with them.
@@ -274,7 +274,13 @@ pub(crate) fn scan(
         max_sequence: first_sequence.saturating_sub(1),
         ..Scan::default()
     };
-    let (candidates, suspects) = classify(medium, control, &mut scan)?;
+    let (mut candidates, mut suspects) = classify(medium, control, &mut scan)?;
+    let newest = medium.newest();
+    if let Some(newest) = newest {
+        // The log's process makes these now, or appends to them.
+        candidates.retain(|candidate| candidate.header.previous_lsn.get() < newest);
+        suspects.clear();
+    }
 
     let total = (candidates.len() + suspects.len()) as u64 * size;
     // The first segment follows a recycled one; every other segment names its predecessor, or none
@@ -289,7 +295,7 @@ pub(crate) fn scan(
         control,
         timelines: control.timelines(u64::MAX),
         // Whatever the images may hold was durable.
-        durable: control.horizon().min(root.durable_lsn.get()),
+        durable: newest.unwrap_or(control.horizon().min(root.durable_lsn.get())),
         last: Vec::new(),
         held: VecDeque::new(),
         visit,
@@ -313,7 +319,7 @@ pub(crate) fn scan(
             let parts = (read..candidates.len()).map(part);
             let read_part = |(candidate, limit)| {
                 let contents = SegmentContents::read(candidate, size, limit, verify, summaries);
-                (limit, contents)
+                (limit, contents.up_to(newest))
             };
             parallel::in_order(medium.threads(), parts, read_part, |(limit, contents)| {
                 (read, read_end) = (read + 1, contents.end);
@@ -353,9 +359,10 @@ pub(crate) fn scan(
         .map(|candidate| &candidate.segment);
     let behind = behind.chain(&suspects);
     let behind = behind.map(|segment| (segment, None, BLOCK as u64));
+    let unread = tails.chain(behind).filter(|_| newest.is_none());
     let look = |(segment, salt, offset)| StaleTail::look(segment, root, salt, offset);
     let mut passed = taken.0.min(read) as u64;
-    parallel::in_order(medium.threads(), tails.chain(behind), look, |seen| {
+    parallel::in_order(medium.threads(), unread, look, |seen| {
         let seen = seen?;
         scan.torn_tail |= seen.torn;
         taker.durable = taker.durable.max(seen.durable_lsn);
@@ -370,7 +377,7 @@ pub(crate) fn scan(
     })?;
     // This comes last: which summaries are trusted must not depend on what an earlier recovery
     // found.
-    if !planted(Mutant::DurableLsnIgnored) {
+    if !planted(Mutant::DurableLsnIgnored) && newest.is_none() {
         taker.durable = taker.durable.max(root.durable_lsn.get());
     }
     taker.settle(&mut scan);

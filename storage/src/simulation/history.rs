@@ -76,6 +76,8 @@ pub(super) struct Totals {
     pub expired: u64,
     /// Looks at disks in use.
     pub live_looks: u64,
+    /// Views of a log in use by another process, for which it was held.
+    pub held_views: u64,
     /// Of these, looks at times.
     pub looks_at_times: u64,
     /// Points refused because the base images have moved past them.
@@ -182,6 +184,7 @@ impl super::Total for Totals {
         self.went_back += other.went_back;
         self.expired += other.expired;
         self.live_looks += other.live_looks;
+        self.held_views += other.held_views;
         self.looks_at_times += other.looks_at_times;
         self.refused_points += other.refused_points;
         self.point_exports += other.point_exports;
@@ -230,6 +233,7 @@ impl Totals {
             self.clock_steps,
             self.half_hours,
             self.live_looks,
+            self.held_views,
             self.point_exports,
             self.points_exported,
             self.live_rewinds,
@@ -288,6 +292,7 @@ impl Totals {
             self.clock_steps,
             self.half_hours,
             self.live_looks,
+            self.held_views,
             self.point_exports,
             self.points_exported,
             self.gave_way,

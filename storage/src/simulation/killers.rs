@@ -57,7 +57,7 @@ pub(super) const HISTORIES: Killers = Killers {
         (Mutant::SnapshotUnsaved, &[1, 5, 8]),
         (Mutant::SavedAgain, &[1, 35, 46]),
         (Mutant::SavedUnsynced, &[1, 5, 9]),
-        (Mutant::FoldSplitsRewind, &[94, 186, 243]),
+        (Mutant::FoldSplitsRewind, &[157, 230, 520]),
         (Mutant::RewindForgotten, &[2, 6, 7]),
         (Mutant::FoldSkipsZeroes, &[1, 5, 8]),
         (Mutant::FoldForgetsNewer, &[1, 5, 8]),

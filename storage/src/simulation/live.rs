@@ -7,17 +7,20 @@
 //! meanwhile. A point is refused only if the base images have moved past it.
 
 use std::fs::File;
+use std::path::Path;
 
 use rustix::fs::MemfdFlags;
 
 use super::clients::Clients;
 use super::fixture::RunningStore;
 use super::history::{History, SECTORS};
+use super::medium::LOG;
 use super::oracle::{DiskContents, Violation, value_of};
 use super::point_exports::PointExport;
 use super::trace;
 use crate::SECTOR_SIZE;
 use crate::catalog::options::{CacheMode, DiskOptions};
+use crate::catalog::readable::ReadableLog;
 use crate::catalog::retention::Retention;
 use crate::catalog::snapshot::{Snapshot, SnapshotName};
 use crate::disk::handle::Disk;
@@ -32,7 +35,7 @@ use crate::log::orders::{KeeperOrder, KeeperTask};
 use crate::recovery::live::read_live;
 use crate::recovery::scan::FoundRecord;
 use crate::store::members::add_task;
-use crate::store::view::{DataPlace, Layers};
+use crate::store::view::{DataPlace, Layers, View};
 use crate::sync::atomic::Ordering;
 use crate::sync::{Arc, mpsc};
 use crate::view::look::Look;
@@ -432,6 +435,16 @@ impl History {
             },
             _ => (Point::Lsn(lsn), lsn, then),
         };
+        // Another process, for which the log is held.
+        let durable = running.log().lock().pipeline.durable();
+        let log = ReadableLog::held(Path::new(LOG), durable);
+        let options = DiskOptions::new(self.fixture.image(disk));
+        let view = View::open_at(&options, log, point, None);
+        let shown = view.and_then(|view| values(view.layers()));
+        self.totals.held_views += u64::from(shown.is_ok());
+        if let Some(error) = self.judge_view(&control, (disk, lsn, &then[disk]), shown)? {
+            return self.excuse(running, &format!("a view of LSN {lsn}"), &error);
+        }
         match Look::in_use(&live.log, &live.state, point, held, None) {
             Ok(look) => {
                 self.totals.live_looks += 1;

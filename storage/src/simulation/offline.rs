@@ -438,28 +438,40 @@ impl History {
         let _files = self.fixture.medium.enter();
         let view = View::open_at(&options, Path::new(LOG), Point::Lsn(lsn), None);
         let shown = view.and_then(|view| values(view.layers()));
-        let snapshot = self.has_snapshot(&control, disk, lsn);
+        self.totals.looks_at_the_past += u64::from(shown.is_ok());
+        self.judge_view(&control, (disk, lsn, then), shown)?
+            .map_or(Ok(()), |error| {
+                Err(format!("a look at LSN {lsn} failed for no reason: {error}"))
+            })
+    }
+
+    /// Whether a disk as of an LSN may be shown like this. Returns an error that only a fault
+    /// excuses.
+    pub(super) fn judge_view(
+        &mut self,
+        control: &Control,
+        (disk, lsn, then): (usize, u64, &[u32]),
+        shown: Result<Vec<u32>>,
+    ) -> std::result::Result<Option<Error>, Violation> {
+        let snapshot = self.has_snapshot(control, disk, lsn);
         match shown {
-            Ok(shown) if shown == then => {
-                self.totals.looks_at_the_past += 1;
-                Ok(())
-            }
-            Ok(_) if self.is_unknown(disk, lsn) => Ok(()),
-            Ok(_) if self.is_replaced(disk, lsn) && !snapshot => Ok(()),
+            Ok(shown) if shown == then => Ok(None),
+            Ok(_) if self.is_unknown(disk, lsn) => Ok(None),
+            Ok(_) if self.is_replaced(disk, lsn) && !snapshot => Ok(None),
             Ok(shown) => Err(format!(
                 "disk {disk} as of LSN {lsn} is {shown:?} for {then:?}"
             )),
             Err(error)
-                if error.kind() == ErrorKind::NotFound && self.may_refuse(&control, disk, lsn) =>
+                if error.kind() == ErrorKind::NotFound && self.may_refuse(control, disk, lsn) =>
             {
                 self.totals.refused_points += 1;
-                Ok(())
+                Ok(None)
             }
             Err(_) if self.is_replaced(disk, lsn) => {
-                self.count_refused(&control, disk, lsn);
-                Ok(())
+                self.count_refused(control, disk, lsn);
+                Ok(None)
             }
-            Err(error) => Err(format!("a look at LSN {lsn} failed for no reason: {error}")),
+            Err(error) => Ok(Some(error)),
         }
     }
 

@@ -168,7 +168,7 @@ impl History {
             export.is_some_and(|export| export.look.is_open())
         };
         let was_open = is_open(self);
-        running.keeper.close_overdue_looks();
+        running.keeper.end_overdue_holds();
         self.totals.overdue_looks += u64::from(was_open && !is_open(self));
     }
 

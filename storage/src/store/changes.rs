@@ -5,6 +5,7 @@ use std::num::NonZeroUsize;
 use std::path::Path;
 
 use crate::catalog::options::DiskOptions;
+use crate::catalog::readable::ReadableLog;
 use crate::error::{Result, invalid};
 use crate::index::Location;
 use crate::store::view::LocatedDisk;
@@ -45,14 +46,17 @@ pub struct ChangedRange {
 ///
 /// # Errors
 /// As [`restore_disk`](crate::restore_disk), for either point; or if `to` is before `from`.
-pub fn disk_changes(
+pub fn disk_changes<'a>(
     path: &Path,
-    log_dir: &Path,
+    log: impl Into<ReadableLog<'a>>,
     from: Point,
     to: Option<Point>,
     threads: Option<NonZeroUsize>,
 ) -> Result<Changes> {
-    let (base, mut log) = LocatedDisk::with_history(&DiskOptions::new(path), log_dir, threads)?;
+    let log: ReadableLog<'_> = log.into();
+    let (log_dir, access) = (log.dir(), log.access().of_image());
+    let disk = &DiskOptions::new(path);
+    let (base, mut log) = LocatedDisk::with_history(disk, log_dir, access, threads)?;
     let from_lsn = log.resolve(from, &base)?;
     let to_lsn = match to {
         Some(to) => log.resolve(to, &base)?,

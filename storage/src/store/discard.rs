@@ -163,7 +163,7 @@ pub fn plan_adoption(
     let mut control = existing_log(log_dir, Access::LogRead)?;
     let (base, place) = adoptable(path, &control, log_dir, Access::Read)?;
     let entry = control.control.disks[place];
-    let medium = directory_to_read(log_dir, None);
+    let medium = directory_to_read(log_dir, Access::LogRead, None);
     let known = &mut control.control;
     let (scan, mut unapplied) = read_log_until(&medium, log_dir, known, u64::MAX)?;
     let held = unapplied.remove(&entry.id.get()).unwrap_or_default();
@@ -247,7 +247,7 @@ pub fn plan_discard(path: &Path, log_dir: &Path) -> Result<HeldRecords> {
     };
     let base = existing(OpenBase::open(&options, Access::Read, log_dir, true))?;
     let place = find(path, base.as_ref(), &control, log_dir)?;
-    let medium = directory_to_read(log_dir, None);
+    let medium = directory_to_read(log_dir, Access::LogRead, None);
     let known = &mut control.control;
     let (_, mut unapplied) = read_log_until(&medium, log_dir, known, u64::MAX)?;
     let entry = &control.control.disks[place];

@@ -6,11 +6,11 @@ use std::path::{Path, PathBuf};
 use crate::SECTOR_SIZE;
 use crate::catalog::control::existing_log;
 use crate::catalog::mark_text::MarkText;
+use crate::catalog::readable::ReadableLog;
 use crate::error::Result;
 use crate::format::DescriptorKind;
 use crate::medium::checksum;
 use crate::medium::directory::directory_to_read;
-use crate::medium::lock::Access;
 use crate::medium::segment::LogRead;
 use crate::recovery::contents::VerifyScope;
 use crate::recovery::scan::{self, FoundRecord, learn_rewinds};
@@ -153,11 +153,16 @@ pub(crate) fn text_of(found: &FoundRecord<'_>) -> Result<Option<MarkText>> {
 /// As [`inspect`](crate::inspect). If acknowledged records are missing
 /// ([`ErrorKind::Damaged`](crate::ErrorKind::Damaged)), `visit` has been called for the records
 /// before them.
-pub fn dump_records(log_dir: &Path, visit: &mut dyn FnMut(&LogRecord<'_>)) -> Result<()> {
-    let mut control = existing_log(log_dir, Access::LogRead)?;
+pub fn dump_records<'a>(
+    log: impl Into<ReadableLog<'a>>,
+    visit: &mut dyn FnMut(&LogRecord<'_>),
+) -> Result<()> {
+    let log: ReadableLog<'_> = log.into();
+    let (log_dir, access) = (log.dir(), log.access());
+    let mut control = existing_log(log_dir, access)?;
     let disks = control.control.disks.iter();
     let paths: HashMap<u32, PathBuf> = disks.map(|d| (d.id.get(), d.path(&control.home))).collect();
-    let medium = directory_to_read(log_dir, None);
+    let medium = directory_to_read(log_dir, access, None);
     // If this fails, so does the scan below, after all records before the damage.
     let _ = learn_rewinds(&medium, log_dir, &mut control.control);
     let mut failed = None;
@@ -189,9 +194,12 @@ pub fn dump_records(log_dir: &Path, visit: &mut dyn FnMut(&LogRecord<'_>)) -> Re
 ///
 /// # Errors
 /// As [`dump_records`].
-pub fn dump_groups(log_dir: &Path, visit: &mut dyn FnMut(&LogGroup)) -> Result<()> {
+pub fn dump_groups<'a>(
+    log: impl Into<ReadableLog<'a>>,
+    visit: &mut dyn FnMut(&LogGroup),
+) -> Result<()> {
     let mut groups = Groups::default();
-    let dumped = dump_records(log_dir, &mut |record| {
+    let dumped = dump_records(log, &mut |record| {
         if let Some(ended) = groups.take(record) {
             visit(&ended);
         }

@@ -8,6 +8,7 @@ use std::sync::Arc;
 
 use crate::catalog::control::{ControlFile, find_control};
 use crate::catalog::options::DiskOptions;
+use crate::catalog::readable::ReadableLog;
 use crate::catalog::retention::Retention;
 use crate::catalog::snapshot::{Snapshot, SnapshotName};
 use crate::error::{Error, Result};
@@ -114,6 +115,17 @@ pub struct DiskReport {
     pub log: Option<LogReport>,
 }
 
+impl DiskReport {
+    /// Whether nothing is damaged, and all snapshots can be seen.
+    pub fn is_clean(&self) -> bool {
+        self.log.as_ref().is_none_or(|log| {
+            log.damaged.is_empty()
+                && log.damaged_headers.is_empty()
+                && log.snapshot_faults.is_empty()
+        })
+    }
+}
+
 /// Inspects a disk, reads its whole log and verifies every checksum. Changes nothing. Damaged
 /// payloads in an otherwise complete log are not an error; the report lists them.
 ///
@@ -134,8 +146,8 @@ pub struct DiskReport {
 /// [`ErrorKind::Damaged`](crate::ErrorKind::Damaged) if acknowledged records are missing;
 /// [`ErrorKind::Locked`](crate::ErrorKind::Locked) if the disk or its log is open elsewhere;
 /// [`ErrorKind::WrongLog`](crate::ErrorKind::WrongLog) if the log is not this disk's.
-pub fn inspect(path: &Path, log_dir: &Path) -> Result<DiskReport> {
-    inspect_with_progress(path, log_dir, None, &mut |_, _| {})
+pub fn inspect<'a>(path: &Path, log: impl Into<ReadableLog<'a>>) -> Result<DiskReport> {
+    inspect_with_progress(path, log, None, &mut |_, _| {})
 }
 
 /// As [`inspect`], on `threads` threads (`None`: one per processor), with progress reports. The
@@ -143,16 +155,18 @@ pub fn inspect(path: &Path, log_dir: &Path) -> Result<DiskReport> {
 ///
 /// # Errors
 /// As [`inspect`].
-pub fn inspect_with_progress(
+pub fn inspect_with_progress<'a>(
     path: &Path,
-    log_dir: &Path,
+    log: impl Into<ReadableLog<'a>>,
     threads: Option<NonZeroUsize>,
     progress: Progress<'_>,
 ) -> Result<DiskReport> {
-    let control = find_control(log_dir, Access::LogRead)?;
+    let log: ReadableLog<'_> = log.into();
+    let (log_dir, access) = (log.dir(), log.access());
+    let control = find_control(log_dir, access)?;
     let base = OpenBase::open(
         &DiskOptions::new(path),
-        Access::Read,
+        access.of_image(),
         log_dir,
         control.is_some(),
     )?;
@@ -174,7 +188,7 @@ pub fn inspect_with_progress(
             log: None,
         });
     };
-    let medium = directory_to_read(log_dir, threads);
+    let medium = directory_to_read(log_dir, access, threads);
     let (scan, mut unapplied) = read_log(
         &medium,
         log_dir,
@@ -183,7 +197,7 @@ pub fn inspect_with_progress(
         progress,
     )?;
     let found = base.find(&control, log_dir, &unapplied)?;
-    let snapshot_faults = snapshot_faults(&base, &control, found, log_dir)?;
+    let snapshot_faults = snapshot_faults(&base, &control, found, (log_dir, access))?;
     let entry = &control.control.disks[found];
     let (size, id) = (entry.size.get(), entry.id.get());
     let mut spilled = 0;
@@ -262,7 +276,7 @@ fn snapshot_faults(
     base: &OpenBase,
     control: &ControlFile,
     place: usize,
-    log_dir: &Path,
+    (log_dir, access): (&Path, Access),
 ) -> Result<Vec<SnapshotFault>> {
     let known = &control.control;
     let disk_id = known.disks[place].id.get();
@@ -283,7 +297,9 @@ fn snapshot_faults(
         });
     }
     let ours: Vec<_> = names(&|snapshot| snapshot.lsn >= since);
-    if let Some(why) = base.why_no_past(control, place)?
+    // The process that holds a log has the right image open.
+    if access.newest().is_none()
+        && let Some(why) = base.why_no_past(control, place)?
         && !ours.is_empty()
     {
         faults.push(SnapshotFault {

@@ -87,8 +87,7 @@ fn refuse_less_than_kept(log_dir: &Path, control: &ControlFile, count: u32) -> R
     match retain {
         Retention::Bytes(kept) if u64::from(count) < least => Err(invalid(format!(
             "{}: keeping {kept} bytes of history takes a log of {} bytes, more than the {} asked \
-             for; first lower its retention: 'walvisor ctl SOCKET set-retain' while one of its \
-             disks is in use",
+             for; first lower its retention: 'walvisor disk retain DISK'",
             log_dir.display(),
             least * segment,
             u64::from(count) * segment,

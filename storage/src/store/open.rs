@@ -144,7 +144,7 @@ impl Store {
             .map_err(|e| Error::io("use io_uring for the log", log_dir, e))?;
         let medium = Directory {
             engine,
-            ..directory_to_read(log_dir, options.threads)
+            ..directory_to_read(log_dir, Access::LogRead, options.threads)
         };
         let mut control = open_control(log_dir, Access::LogRead)?;
         let bases = OpenBase::open_all(&used(disks), Access::Read, log_dir, true)?;

@@ -8,7 +8,7 @@ use std::path::{Path, PathBuf};
 use rustix::fs::XattrFlags;
 use rustix::io::Errno;
 
-use crate::error::{Error, ErrorKind, Result};
+use crate::error::{Error, ErrorKind, Result, invalid};
 use crate::medium::copying::NamedFile;
 use crate::medium::fetch_map::FetchMap;
 use crate::medium::file::{DataFile, ReadFile, size_error};
@@ -234,6 +234,17 @@ impl PartFile {
     /// The file under its temporary name.
     pub(crate) fn file(&self) -> &dyn DataFile {
         self.file.as_ref()
+    }
+
+    /// The same, for another process to fill.
+    ///
+    /// # Errors
+    /// If it is on a simulated file system.
+    pub(crate) fn host_file(&self) -> Result<&File> {
+        self.file.host().ok_or_else(|| {
+            let path = self.path.display();
+            invalid(format!("{path}: not a file on this machine"))
+        })
     }
 
     pub(crate) fn path(&self) -> &Path {

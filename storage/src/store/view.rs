@@ -7,9 +7,11 @@ use std::sync::Arc;
 
 use crate::catalog::control::{ControlFile, existing_log, find_control};
 use crate::catalog::options::DiskOptions;
+use crate::catalog::readable::ReadableLog;
 use crate::error::{Error, ErrorKind, Result};
 use crate::format::DiskEntry;
 use crate::index::{ExtentMap, Location, Piece};
+use crate::log::commit::Commit;
 use crate::log::image::DiskImage;
 use crate::log::ring::LiveSegment;
 use crate::log::spill::Spill;
@@ -43,8 +45,8 @@ pub(crate) struct View {
     pub last_lsn: u64,
     /// Whether the disk was rewound, so that the log has records that do not count but may again.
     pub rewound: bool,
-    /// The base image through the page cache, because holes need not be aligned to the medium's
-    /// sectors.
+    /// The base image: through the page cache, because holes need not be aligned to the medium's
+    /// sectors, unless another process writes it.
     pub reader: DiskImage,
 }
 
@@ -86,6 +88,8 @@ pub(crate) struct LocatedLog {
     pub medium: Directory,
     /// The segments that were read.
     pub live: Vec<LiveSegment>,
+    /// The record at the log's horizon.
+    pub horizon: Commit,
     /// The newest LSN, or the one up to which the log was reread.
     pub last_lsn: u64,
     pub unapplied: UnappliedByDisk,
@@ -101,26 +105,21 @@ impl LocatedDisk {
         access: Access,
         threads: Option<NonZeroUsize>,
     ) -> Result<Self> {
-        let log_using = match access {
-            Access::Read => Access::LogRead,
-            _ => Access::Log,
-        };
-        let control = find_control(log_dir, log_using)?;
+        let control = find_control(log_dir, access.of_log())?;
         let base = OpenBase::open(options, access, log_dir, control.is_some())?;
         let Some(mut control) = control else {
             base.refuse_foreign(log_dir)?;
             return Ok(Self { base, log: None });
         };
-        let medium = Directory {
-            access: log_using,
-            ..directory_to_read(log_dir, threads)
-        };
+        let medium = directory_to_read(log_dir, access.of_log(), threads);
         let known = &mut control.control;
         let (scan, unapplied) = read_log_until(&medium, log_dir, known, u64::MAX)?;
         let place = base.find(&control, log_dir, &unapplied)?;
         let newest = scan.newest(&control.control).lsn;
         let no_past = match access {
             Access::Read => base.without_past(&mut control, place, newest)?,
+            // Its process has the right image open.
+            Access::Held { .. } => None,
             // The control file will be written.
             _ => {
                 end_past(&base, place, &mut control, newest)?;
@@ -131,6 +130,7 @@ impl LocatedDisk {
             no_past,
             place,
             medium,
+            horizon: scan.horizon,
             live: scan.live,
             last_lsn: newest.max(control.control.newest_change()),
             control,
@@ -153,7 +153,7 @@ impl LocatedDisk {
         let base = OpenBase::open_as_is(options, Access::Read, true)?;
         let place = find_lost(&base, &control, log_dir)?;
         base.refuse_other_size(&control.control.disks[place], log_dir)?;
-        let medium = directory_to_read(log_dir, threads);
+        let medium = directory_to_read(log_dir, Access::LogRead, threads);
         let known = &mut control.control;
         let (scan, unapplied) = read_log_until(&medium, log_dir, known, u64::MAX)?;
         let log = Some(LocatedLog {
@@ -161,6 +161,7 @@ impl LocatedDisk {
             place,
             medium,
             last_lsn: scan.newest(&control.control).lsn,
+            horizon: scan.horizon,
             live: scan.live,
             control,
             unapplied,
@@ -175,9 +176,10 @@ impl LocatedDisk {
     pub(crate) fn with_history(
         options: &DiskOptions,
         log_dir: &Path,
+        access: Access,
         threads: Option<NonZeroUsize>,
     ) -> Result<(OpenBase, LocatedLog)> {
-        let Self { base, log } = Self::open(options, log_dir, Access::Read, threads)?;
+        let Self { base, log } = Self::open(options, log_dir, access, threads)?;
         let log = log.ok_or_else(|| {
             Error::new(
                 ErrorKind::NotFound,
@@ -333,13 +335,15 @@ impl View {
     }
 
     /// Opens the disk for reading, as it was at a point.
-    pub(crate) fn open_at(
+    pub(crate) fn open_at<'a>(
         options: &DiskOptions,
-        log_dir: &Path,
+        log: impl Into<ReadableLog<'a>>,
         at: Point,
         threads: Option<NonZeroUsize>,
     ) -> Result<Self> {
-        let (base, mut log) = LocatedDisk::with_history(options, log_dir, threads)?;
+        let log: ReadableLog<'_> = log.into();
+        let access = log.access().of_image();
+        let (base, mut log) = LocatedDisk::with_history(options, log.dir(), access, threads)?;
         let until = log.resolve(at, &base)?;
         log.read_until(until)?;
         Self::of(base, Some(log))
@@ -358,8 +362,14 @@ impl View {
 
     fn of(base: OpenBase, log: Option<LocatedLog>) -> Result<Self> {
         let path = &base.options.path;
-        let reader = files().open(path, OpenMode::Read);
-        let mut reader = reader.map_err(|error| Error::io("open the disk", path, error))?;
+        let access = log.as_ref().map(|log| log.medium.access);
+        let how = match access.and_then(Access::newest) {
+            Some(_) => OpenMode::ReadDirect,
+            None => OpenMode::Read,
+        };
+        let mut reader = files()
+            .open(path, how)
+            .map_err(|error| Error::io("open the disk", path, error))?;
         if let Some(gate) = base.file.chunk_gate() {
             reader = gate.guard(reader);
         }

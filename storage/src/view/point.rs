@@ -16,13 +16,13 @@ use jiff::civil::{Date, Time};
 use jiff::tz::TimeZone;
 
 use crate::catalog::control::open_control;
+use crate::catalog::readable::ReadableLog;
 use crate::catalog::retention::{Retention, duration};
 use crate::catalog::snapshot::{Snapshot, SnapshotName};
 use crate::error::{Error, ErrorKind, Result, invalid};
 use crate::format::Control;
 use crate::log::commit::Commit;
 use crate::medium::filesystem::parent;
-use crate::medium::lock::Access;
 
 /// A point in the history of a log: after one of its records.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -65,11 +65,12 @@ impl Point {
     /// # Errors
     /// [`ErrorKind::NotFound`] if the log, or the snapshot, does not exist; or the log can't be
     /// read.
-    pub fn resolve_snapshot(self, log_dir: &Path) -> Result<Self> {
+    pub fn resolve_snapshot<'a>(self, log: impl Into<ReadableLog<'a>>) -> Result<Self> {
         match self {
             Self::Snapshot(_) => {
-                let control = open_control(log_dir, Access::LogRead)?;
-                self.resolve_snapshot_in(&control.control, log_dir)
+                let log: ReadableLog<'_> = log.into();
+                let control = open_control(log.dir(), log.access())?;
+                self.resolve_snapshot_in(&control.control, log.dir())
             }
             point => Ok(point),
         }

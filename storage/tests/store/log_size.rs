@@ -114,7 +114,7 @@ fn a_log_that_keeps_bytes_is_not_made_smaller_than_these() {
         for part in [
             "keeping 8388608 bytes of history",
             "takes a log of 12582912 bytes",
-            "set-retain",
+            "walvisor disk retain",
         ] {
             assert_eq!(
                 refused(resized(&place, size), part),

@@ -2,16 +2,18 @@
 //! compared, while the log is in use and while it is not.
 
 use std::path::PathBuf;
+use std::thread;
 
 use walvisor_storage::{
-    Allocation, Backend, ChangedRange, DiskOptions, ErrorKind, Failure, Look, Operation, Point,
-    Retention, Store, Tracked, clone_disk, dump_records,
+    Allocation, Backend, ChangedRange, DiskOptions, ErrorKind, Failure, FullLogPolicy, Look,
+    Operation, Point, ReadHold, ReadableLog, Retention, Store, StoreOptions, Tracked, clone_disk,
+    disk_changes, dump_records, inspect,
 };
 
 use crate::bench::{BYTES, Bench, SECTORS};
 use crate::support::{
-    ENGINES, MemoryFs, Random, all, check_look, discard, flush, modify, port, put, put_in, read,
-    refused, run, snapshot, wait_until, zeroes,
+    ENGINES, MemoryFs, Random, SIZE, TestDisk, all, check_look, commit, discard, flush, modify,
+    port, put, put_in, read, refused, run, small, snapshot, wait_until, zeroes,
 };
 
 /// The LSN of the base images.
@@ -507,4 +509,73 @@ fn what_has_changed_since_each_snapshot_is_told_exactly() {
     bench.open();
     check(&bench, bench.disk(0), bench.newest);
     flush(&mut port(bench.store(), 0));
+}
+
+/// It fails no write, and holds up none for long.
+#[test]
+fn a_log_that_another_process_reads_gives_way() {
+    for engine in ENGINES {
+        let place = TestDisk::made(&["disk.img"], SIZE, small(engine));
+        let store = place.open();
+        let disk = &store.disks()[0];
+        commit(disk, 0, 1, 8);
+        let hold = disk.hold_to_read().unwrap();
+        let log = place.log();
+        let held = || ReadableLog::held(&log, hold.newest_lsn());
+        let report = inspect(&place.disk, held()).unwrap();
+        assert!(report.is_clean() && report.log.unwrap().last_lsn == 1);
+        let changes = disk_changes(&place.disk, held(), Point::Lsn(0), None, None).unwrap();
+        assert_eq!((changes.to_lsn, changes.ranges.len()), (1, 1));
+        assert!(hold.is_kept());
+        // More than the log has room for, by several readers.
+        let others: Vec<_> = (0..3).map(|_| disk.hold_to_read().unwrap()).collect();
+        for round in 0..96 {
+            commit(disk, round * 128, 2, 128);
+        }
+        assert!(!hold.is_kept() && !others.iter().any(ReadHold::is_kept));
+        // What changes the files does not wait.
+        let hold = disk.hold_to_read().unwrap();
+        disk.checkpoint().unwrap();
+        assert!(!hold.is_kept());
+        let hold = disk.hold_to_read().unwrap();
+        disk.grow(2 * SIZE).unwrap();
+        assert!(!hold.is_kept());
+        let _hold = disk.hold_to_read().unwrap();
+        store.close().unwrap();
+        assert_eq!(place.report().records, 0);
+    }
+}
+
+/// With `on_full=pause` a write waits for a look. What is asked of the log meanwhile fails alone.
+#[test]
+fn orders_to_a_full_log_fail_no_write_that_waits() {
+    for engine in ENGINES {
+        let options = StoreOptions {
+            on_full: FullLogPolicy::Pause,
+            ..small(engine)
+        };
+        let place = TestDisk::made(&["disk.img"], SIZE, options);
+        let store = place.open();
+        let disk = &store.disks()[0];
+        commit(disk, 0, 1, 8);
+        let look = disk.look(Point::Newest, None).unwrap();
+        thread::scope(|scope| {
+            // More than the log has room for.
+            let writes = || (0..96).for_each(|round| commit(disk, round * 128, 2, 128));
+            let writer = scope.spawn(writes);
+            wait_until("the log is full", || disk.condition().name() == "no_space");
+            // Each makes a write durable that waits, as long as the log's last segment has room.
+            let (mut number, mut refused) = (0, 0);
+            while refused < 3 && !writer.is_finished() {
+                number += 1;
+                let name = format!("s{number}").parse().unwrap();
+                refused += u32::from(disk.snapshot(name).is_err());
+                refused += u32::from(disk.look(Point::Newest, None).is_err());
+            }
+            assert!(!writer.is_finished(), "a write failed");
+            drop(look);
+            writer.join().expect("a write failed");
+        });
+        store.close().unwrap();
+    }
 }

@@ -53,14 +53,18 @@ fn write_page(directory: &Path, command: &Command, above: Option<&str>) -> Resul
             escape(&examples.join("\n"))
         )?;
     }
-    let below = command.get_subcommands().map(self::name);
+    let shown = || {
+        command
+            .get_subcommands()
+            .filter(|below| !below.is_hide_set())
+    };
+    let below = shown().map(self::name);
     let others = above.into_iter().chain(below);
     let others = others.map(|name| format!("\\fB{}\\fR(1)", escape(name)));
     let others: Vec<_> = others.collect();
     writeln!(page, ".SH SEE ALSO\n{}", others.join(", "))?;
     fs::write(directory.join(man.get_filename()), page)?;
-    let mut below = command.get_subcommands();
-    below.try_for_each(|below| write_page(directory, below, Some(name)))
+    shown().try_for_each(|below| write_page(directory, below, Some(name)))
 }
 
 /// How a command is used, with the arguments of those above it.

@@ -10,20 +10,16 @@ use std::path::{Path, PathBuf};
 
 use clap::Args;
 use serde_json::json;
-use walvisor_storage::scratch_file;
+use walvisor_storage as storage;
 
 use self::answer::{printable, text};
 use super::CommandError;
-use super::disk::{receive_transfer, report_transfer};
-use super::serve::nbd::unix_uri;
+use super::disk::{report_transfer, transfer_of};
+use super::look::{absolute, look_in_use};
 use super::serve::saving::{self, ServedPool};
-use super::socket::bind;
-use super::socket_names::SocketNames;
-use crate::control_socket::{
-    CONTROL_MODE, ControlCommand, LookRequest, StatsFormat, ask, ask_with,
-};
+use crate::control_socket::{ControlCommand, StatsFormat, ask, ask_with};
 use crate::disk_spec::DiskCommand;
-use crate::size::human_size;
+use crate::progress::with_bar;
 
 /// The arguments of `walvisor ctl`.
 #[derive(Args, Debug)]
@@ -54,7 +50,12 @@ pub fn run(arguments: &CtlArguments) -> Result<(), CommandError> {
             return export(socket, request, output, *force, *json);
         }
         ControlCommand::Config { file, .. } => return save(socket, file, *json),
-        ControlCommand::Look(wanted) => return look(socket, wanted, *json),
+        ControlCommand::Look(wanted) => {
+            return look_in_use(wanted, (*json, None), |command, files| {
+                let answer = ask_with(socket, command, files, &mut |_, _| {});
+                answer.map_err(CommandError::Failed)
+            });
+        }
         ControlCommand::Unlook { look } if is_socket(look) => {
             let look = absolute(look);
             unlook = ControlCommand::Unlook { look };
@@ -78,45 +79,6 @@ pub fn run(arguments: &CtlArguments) -> Result<(), CommandError> {
 fn is_socket(path: &Path) -> bool {
     path.metadata()
         .is_ok_and(|found| found.file_type().is_socket())
-}
-
-fn absolute(path: &Path) -> PathBuf {
-    std::path::absolute(path).unwrap_or_else(|_| path.to_owned())
-}
-
-/// Makes a socket, and lets the other process serve a look there. A child removes the socket's name
-/// when the look has ended, because the other process may lack the right to.
-fn look(control: &Path, wanted: &LookRequest, json: bool) -> Result<(), CommandError> {
-    let (listener, name) = bind(&wanted.socket, CONTROL_MODE)?;
-    let mut names = SocketNames::default();
-    names.add(name);
-    let scratch = wanted.scratch.then(scratch_file).transpose()?;
-    let kept = names.give_away().map_err(CommandError::failed)?;
-    let mut files = vec![listener.as_fd()];
-    files.extend(scratch.as_ref().map(AsFd::as_fd));
-    files.extend(kept.as_ref().map(AsFd::as_fd));
-    let command = ControlCommand::Look(LookRequest {
-        socket: absolute(&wanted.socket),
-        ..wanted.clone()
-    });
-    let answer = ask_with(control, &command, &files, &mut |_, _| {});
-    let answer = answer.map_err(CommandError::Failed)?;
-    let socket = text(&answer["socket"]);
-    let uri = unix_uri(Path::new(&socket), &text(&answer["export"]));
-    let line = if json {
-        let mut answer = answer;
-        answer["uri"] = uri.into();
-        format!("{answer}\n")
-    } else {
-        format!(
-            "serving {} as of {}: {} at {uri}\n",
-            text(&answer["disk"]),
-            text(&answer["at"]),
-            human_size(answer["size_bytes"].as_u64().unwrap_or(0)),
-        )
-    };
-    let _ = std::io::stdout().write_all(line.as_bytes());
-    Ok(())
 }
 
 /// Writes to a daemon's configuration file which disks it serves.
@@ -164,10 +126,12 @@ fn export(
     force: bool,
     json: bool,
 ) -> Result<(), CommandError> {
-    let (done, answer) = receive_transfer(output, force, |file, progress| {
-        let answer = ask_with(socket, command, &[file.as_fd()], progress);
-        answer.map_err(CommandError::Failed)
+    let answer = with_bar("exporting", |progress| {
+        storage::receive_image(output, force, |file| {
+            ask_with(socket, command, &[file.as_fd()], progress).map_err(CommandError::Failed)
+        })
     })?;
+    let done = transfer_of(&answer);
     let disk = text(&answer["disk"]);
     let said = format!("{}: exported {disk}", output.display());
     report_transfer(json, Path::new(&disk), ("raw", output), done, &said);

@@ -1,6 +1,7 @@
 //! `walvisor disk`: makes, inspects and changes disks, without a guest.
 
 mod changes;
+mod look;
 mod membership;
 mod path;
 mod snapshot;
@@ -12,10 +13,8 @@ use clap::{Args, Subcommand};
 pub(super) use path::print;
 use path::{DetachedImages, DiskPath, SharedDisk};
 use serde_json::json;
-pub(super) use transfer::{receive as receive_transfer, report as report_transfer};
-use walvisor_storage::{
-    self as storage, DiskReport, LogReport, Retention, SnapshotName, Store, StoreOptions,
-};
+pub(super) use transfer::{report as report_transfer, transfer_of};
+use walvisor_storage::{self as storage, DiskReport, Retention, SnapshotName, Store, StoreOptions};
 
 use super::CommandError;
 use super::owner::cannot_look;
@@ -52,7 +51,7 @@ enum DiskAction {
     /// Show a disk and its log.
     Info {
         #[command(flatten)]
-        disk: DiskPath,
+        shared: SharedDisk,
         /// Print JSON.
         #[arg(long)]
         json: bool,
@@ -60,7 +59,7 @@ enum DiskAction {
     /// Verify every checksum of the log; change nothing.
     Check {
         #[command(flatten)]
-        disk: DiskPath,
+        shared: SharedDisk,
         /// Replaced by 'walvisor disk discard'.
         #[arg(long, hide = true)]
         discard_log: bool,
@@ -116,6 +115,9 @@ enum DiskAction {
     /// Create a disk from another one, as of now or a point of its history. They share blocks if
     /// the file system can; else all is copied, with --serve while the new disk is in use.
     Clone(transfer::CloneArguments),
+    /// Serve a disk as of a point, over NBD, read-only without --scratch, until its last client is
+    /// gone.
+    Look(look::LookArguments),
     /// Show which parts of a disk changed between two points of its history.
     Changes(changes::ChangesArguments),
     /// Name the current state of all disks of the disk's log; the log keeps what is needed to
@@ -153,31 +155,31 @@ pub fn run(arguments: &DiskArguments) -> Result<(), CommandError> {
                 retain: *retain,
                 ..StoreOptions::default()
             };
-            storage::create_disk(&disk.path, *size, &disk.log(), &options)
+            storage::create_disk(&disk.path, *size, &disk.named_log(), &options)
                 .map_err(CommandError::failed)?;
             if let Some(kept) = retain {
-                let (path, log) = (disk.path.display(), disk.log());
+                let (path, log) = (disk.path.display(), disk.named_log());
                 let (log, kept) = (log.display(), retain_text(*kept));
                 print(format_args!("{path}: its log {log} keeps {kept}\n"));
             }
             Ok(())
         }
-        DiskAction::Info { disk, json } => info(disk, *json),
+        DiskAction::Info { shared, json } => info(shared, *json),
         DiskAction::Check {
-            disk,
+            shared,
             discard_log: true,
             ..
         } => Err(CommandError::Usage(format!(
             "--discard-log: a check changes nothing; to give up a disk's records: walvisor disk \
              discard {}",
-            disk.path.display()
+            shared.disk.path.display()
         ))),
         DiskAction::Check {
-            disk,
+            shared,
             threads,
             json,
             ..
-        } => check(disk, *threads, *json),
+        } => check(shared, *threads, *json),
         DiskAction::Discard { disk, yes, json } => discard(disk, *yes, *json),
         DiskAction::Adopt { disk, yes, json } => adopt(disk, *yes, *json),
         DiskAction::Checkpoint {
@@ -189,6 +191,7 @@ pub fn run(arguments: &DiskArguments) -> Result<(), CommandError> {
         DiskAction::Export(arguments) => transfer::export(arguments),
         DiskAction::Restore(arguments) => transfer::restore(arguments),
         DiskAction::Clone(arguments) => transfer::clone(arguments),
+        DiskAction::Look(arguments) => look::look(arguments),
         DiskAction::Changes(arguments) => changes::run(arguments),
         DiskAction::Snapshot(arguments) => snapshot::make(arguments),
         DiskAction::Snapshots(arguments) => snapshot::list(arguments),
@@ -207,8 +210,8 @@ macro_rules! say {
     ($($text:tt)*) => { print(format_args!("{}\n", format_args!($($text)*))) };
 }
 
-fn info(disk: &DiskPath, json: bool) -> Result<(), CommandError> {
-    let report = storage::inspect(&disk.path, &disk.log()).map_err(cannot_look)?;
+fn info(shared: &SharedDisk, json: bool) -> Result<(), CommandError> {
+    let (report, disk) = (shared.inspect(None)?, &shared.disk);
     if json {
         say!("{}", to_json(&disk.path, &disk.log(), &report));
         return Ok(());
@@ -277,10 +280,9 @@ fn without_log(report: &DiskReport) -> &'static str {
     }
 }
 
-fn check(disk: &DiskPath, threads: Threads, json: bool) -> Result<(), CommandError> {
-    let report =
-        storage::inspect_with_progress(&disk.path, &disk.log(), threads.get(), &mut |_, _| {})
-            .map_err(cannot_look)?;
+fn check(shared: &SharedDisk, threads: Threads, json: bool) -> Result<(), CommandError> {
+    let report = shared.inspect(threads.get())?;
+    let disk = &shared.disk;
     let name = disk.path.display();
     let damaged = report.log.iter().flat_map(|log| &log.damaged);
     let damaged: Vec<_> = damaged.collect();
@@ -376,7 +378,7 @@ fn check(disk: &DiskPath, threads: Threads, json: bool) -> Result<(), CommandErr
 }
 
 fn adopt(disk: &DiskPath, yes: bool, json: bool) -> Result<(), CommandError> {
-    let (name, log) = (disk.path.display(), disk.log());
+    let (name, log) = (disk.path.display(), disk.named_log());
     let (held, lost) = if yes {
         let held = storage::adopt_image(&disk.path, &log).map_err(CommandError::failed)?;
         (held, None)
@@ -429,7 +431,7 @@ fn adopt(disk: &DiskPath, yes: bool, json: bool) -> Result<(), CommandError> {
 }
 
 fn discard(disk: &DiskPath, yes: bool, json: bool) -> Result<(), CommandError> {
-    let (name, log) = (disk.path.display(), disk.log());
+    let (name, log) = (disk.path.display(), disk.named_log());
     if !yes {
         let plan = storage::plan_discard(&disk.path, &log).map_err(cannot_look)?;
         let what = match (plan.records, plan.payload_bytes) {
@@ -561,10 +563,6 @@ fn to_json(path: &Path, log_dir: &Path, report: &DiskReport) -> serde_json::Valu
             })).collect::<Vec<_>>(),
         })
     });
-    let log_is_clean = |log: &LogReport| {
-        log.damaged.is_empty() && log.damaged_headers.is_empty() && log.snapshot_faults.is_empty()
-    };
-    let clean = report.log.as_ref().is_none_or(log_is_clean);
     json!({
         "disk": path,
         "size_bytes": report.size,
@@ -572,7 +570,7 @@ fn to_json(path: &Path, log_dir: &Path, report: &DiskReport) -> serde_json::Valu
         "spilled_bytes": report.spilled,
         "unfetched_bytes": report.unfetched,
         "marked": report.marked,
-        "clean": clean,
+        "clean": report.is_clean(),
         "log": log,
     })
 }

@@ -11,7 +11,7 @@ use walvisor_storage::{self as storage, LogGroup, LogRecord, MarkText, Point, Re
 
 use super::CommandError;
 use super::disk::print;
-use super::owner::cannot_look;
+use super::owner::{LogToRead, cannot_look, not_kept};
 use crate::size::{human_size, parse_size};
 
 /// Arguments of `walvisor log`.
@@ -38,6 +38,10 @@ enum LogAction {
         /// End with this point.
         #[arg(long, value_name = "AT", allow_hyphen_values = true)]
         until: Option<Point>,
+        /// Fail if another process has the log open. Without this, that process lets this one read,
+        /// if it has a control socket and is this user's or root's.
+        #[arg(long)]
+        no_owner: bool,
         /// Print JSON: one object per line.
         #[arg(long)]
         json: bool,
@@ -84,18 +88,21 @@ impl LineWriter {
 /// # Errors
 /// One line: what, where, what to do. The records before damage are printed.
 pub fn run(arguments: &LogArguments) -> Result<(), CommandError> {
-    let (dir, records, since, until, json) = match &arguments.action {
+    let (dir, records, since, until, no_owner, json) = match &arguments.action {
         LogAction::Dump {
             dir,
             records,
             since,
             until,
+            no_owner,
             json,
-        } => (dir, records, since, until, json),
+        } => (dir, records, since, until, no_owner, json),
         LogAction::Resize { dir, size, json } => return resize(dir, *size, *json),
     };
+    let log = LogToRead::open(dir, !no_owner)?;
     let found = |point: &Option<Point>| {
-        let found = point.map(|point| point.resolve_snapshot(dir)).transpose();
+        let found = point.map(|point| point.resolve_snapshot(log.log()));
+        let found = found.transpose();
         found.map_err(cannot_look)
     };
     let (since, until) = (found(since)?, found(until)?);
@@ -113,7 +120,7 @@ pub fn run(arguments: &LogArguments) -> Result<(), CommandError> {
     // Whether the column headings are still to be printed. They come with the first line.
     let mut first = !json;
     let dumped = if *records {
-        storage::dump_records(dir, &mut |record| {
+        storage::dump_records(log.log(), &mut |record| {
             if !wanted(record.lsn, record.cid, record.unix_us) {
                 return;
             }
@@ -126,7 +133,7 @@ pub fn run(arguments: &LogArguments) -> Result<(), CommandError> {
             print_record(&mut lines, record, *json);
         })
     } else {
-        storage::dump_groups(dir, &mut |group| {
+        storage::dump_groups(log.log(), &mut |group| {
             if !wanted(group.last_lsn, group.cid, group.unix_us) {
                 return;
             }
@@ -150,7 +157,10 @@ pub fn run(arguments: &LogArguments) -> Result<(), CommandError> {
         ));
     }
     lines.end()?;
-    dumped.map_err(cannot_look)
+    match dumped {
+        Err(_) if !log.is_kept() => Err(not_kept(dir)),
+        dumped => dumped.map_err(cannot_look),
+    }
 }
 
 fn resize(dir: &Path, size: u64, json: bool) -> Result<(), CommandError> {

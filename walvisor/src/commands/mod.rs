@@ -8,6 +8,7 @@ pub mod ctl;
 pub mod demo;
 pub mod disk;
 pub mod log;
+mod look;
 mod metrics_file;
 mod owner;
 mod process;

@@ -11,10 +11,11 @@
 //! process that listens.
 
 use std::ffi::OsStr;
-use std::os::fd::BorrowedFd;
+use std::fs::File;
+use std::os::fd::{AsFd, BorrowedFd};
 use std::os::unix::ffi::OsStrExt;
 use std::os::unix::net::UnixStream;
-use std::path::{Path, PathBuf};
+use std::path::{Path, PathBuf, absolute};
 use std::sync::mpsc::{self, RecvTimeoutError};
 use std::thread;
 use std::time::Duration;
@@ -22,10 +23,11 @@ use std::time::Duration;
 use rustix::net::sockopt::socket_peercred;
 use rustix::process::geteuid;
 use serde_json::Value;
-use walvisor_storage::{Progress, log_writer};
+use walvisor_storage::{Point, Progress, ReadableLog, Transfer, log_writer};
 
 use super::CommandError;
-use crate::control_socket::{ControlCommand, ask_on};
+use super::disk::transfer_of;
+use crate::control_socket::{ControlCommand, DiskChoice, ask_on};
 
 /// After this time, the user is told who has not answered.
 const PATIENCE: Duration = Duration::from_secs(3);
@@ -79,6 +81,27 @@ impl LogOwner {
         self.ask_with(request, &[], &mut |_, _| {})
     }
 
+    /// Lets it copy a disk, as of a point or now, to an empty file.
+    ///
+    /// # Errors
+    /// As [`ask`](Self::ask).
+    pub(super) fn copy(
+        &self,
+        disk: Option<DiskChoice>,
+        at: Option<Point>,
+        file: &File,
+        progress: Progress<'_>,
+    ) -> Result<Transfer, CommandError> {
+        let request = ControlCommand::Export {
+            disk,
+            at: at.map(|at| at.to_string()),
+            output: PathBuf::new(),
+            force: false,
+        };
+        let answer = self.ask_with(&request, &[file.as_fd()], progress)?;
+        Ok(transfer_of(&answer))
+    }
+
     /// As [`ask`](Self::ask), with descriptors. `progress` is called with the bytes done and the
     /// total.
     ///
@@ -107,6 +130,92 @@ impl LogOwner {
         let named = |error: String| error.replace("ctl SOCKET", &format!("ctl {socket}"));
         told.map_err(|error| CommandError::Failed(named(error)))
     }
+}
+
+/// How often a log in use is read until nothing has changed meanwhile.
+const READINGS: u32 = 3;
+
+/// A log to read. If another process has it open and can be asked, that process holds it as long as
+/// this exists and the log needs no room.
+pub(super) struct LogToRead<'a> {
+    dir: &'a Path,
+    held: Option<(LogOwner, ControlCommand, u64)>,
+}
+
+impl<'a> LogToRead<'a> {
+    /// The log in this directory. `ask`: its owner may be asked.
+    ///
+    /// # Errors
+    /// If the owner refuses.
+    pub(super) fn open(dir: &'a Path, ask: bool) -> Result<Self, CommandError> {
+        let owner = if ask { LogOwner::find(dir) } else { None };
+        let hold = |owner: LogOwner| {
+            let log = absolute(dir).map_err(CommandError::failed)?;
+            let request = ControlCommand::Hold { log };
+            let answer = owner.ask(&request)?;
+            let newest = answer["newest_lsn"].as_u64().unwrap_or(0);
+            Ok::<_, CommandError>((owner, request, newest))
+        };
+        let held = owner.map(hold).transpose()?;
+        Ok(Self { dir, held })
+    }
+
+    /// As functions of the store take it.
+    pub(super) fn log(&self) -> ReadableLog<'a> {
+        match &self.held {
+            Some((.., newest)) => ReadableLog::held(self.dir, *newest),
+            None => self.dir.into(),
+        }
+    }
+
+    /// Whether what was read is right: the log did not change meanwhile.
+    pub(super) fn is_kept(&self) -> bool {
+        match &self.held {
+            // An owner that has ended changes nothing any more.
+            Some((owner, request, _)) => {
+                let answer = owner.ask(request);
+                answer.is_ok_and(|answer| answer["kept"] == true)
+            }
+            None => true,
+        }
+    }
+}
+
+/// Reads a log, again if that finds a fault which may come of a change meanwhile: `is_faulty` says
+/// whether what was read has one. All that was read has checksums, and numbers that go on up to the
+/// newest record, so without a fault it is right.
+///
+/// # Errors
+/// Those of `read`; or the owner of the log refuses, or needs the room each time.
+pub(super) fn read_log<T>(
+    dir: &Path,
+    ask: bool,
+    mut read: impl FnMut(ReadableLog<'_>) -> walvisor_storage::Result<T>,
+    is_faulty: impl Fn(&T) -> bool,
+) -> Result<T, CommandError> {
+    let mut readings = 0;
+    loop {
+        let log = LogToRead::open(dir, ask)?;
+        let found = read(log.log());
+        readings += 1;
+        let is_right = found.as_ref().is_ok_and(|found| !is_faulty(found));
+        let is_last = readings == READINGS || log.held.is_none();
+        if is_right || is_last && log.is_kept() {
+            return found.map_err(cannot_look);
+        }
+        if is_last {
+            return Err(not_kept(dir));
+        }
+    }
+}
+
+/// The error for a log that has changed while it was read.
+pub(super) fn not_kept(dir: &Path) -> CommandError {
+    CommandError::Failed(format!(
+        "{}: the log needed room, or its files have changed, while it was read; try again when \
+         less is written",
+        dir.display()
+    ))
 }
 
 /// The control socket of a process, from its command line.

@@ -18,11 +18,6 @@ use super::lines::{MAX_DEPTH, depth};
 use crate::point::unix_us;
 use crate::size::parse_size;
 
-/// How many commits `points` lists by default, and at most.
-pub(crate) const FEW_POINTS: usize = 20;
-/// See [`FEW_POINTS`].
-pub(super) const MOST_POINTS: usize = 10_000;
-
 /// Why a request failed.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("{text}")]
@@ -157,7 +152,7 @@ pub struct LimitChange {
 pub struct LookRequest {
     /// Which disk.
     #[arg(long, value_name = "NAME", help = DISK)]
-    pub disk: Option<String>,
+    pub disk: Option<DiskChoice>,
     /// The point: cid:N, lsn:N, snapshot:NAME, a time such as 12:03, 'yesterday 12:03' or
     /// 2026-11-22T12:03:00Z, a time before now such as -15m, or newest
     #[arg(
@@ -186,7 +181,8 @@ pub struct LookRequest {
 }
 
 /// A request: a line of the protocol, and a subcommand of `walvisor ctl`. What only the client uses
-/// is not in the line, and what only the line has is no argument of the subcommand.
+/// is not in the line, and what only the line has is no argument of the subcommand. A hidden
+/// subcommand is what `walvisor disk` asks for, for clients that see the socket and not the disk.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, Subcommand)]
 #[serde(rename_all = "kebab-case", deny_unknown_fields)]
 pub enum ControlCommand {
@@ -215,6 +211,7 @@ pub enum ControlCommand {
         disk: Option<String>,
     },
     /// Grow a disk in use
+    #[command(hide = true)]
     Resize {
         /// Which disk.
         #[arg(long, value_name = "NAME", help = DISK)]
@@ -239,6 +236,7 @@ pub enum ControlCommand {
     #[command(name = "limits", alias = "set-limit")]
     SetLimit(LimitChange),
     /// Copy the log to the base images, while requests go on
+    #[command(hide = true)]
     Checkpoint {
         /// Which disk: all of its log are copied. Without one, all logs.
         #[arg(long, value_name = "NAME", help = DISK)]
@@ -249,6 +247,7 @@ pub enum ControlCommand {
         give_up_history: bool,
     },
     /// Copy a disk, as of one moment, to a new raw image, while requests go on
+    #[command(hide = true)]
     Export {
         /// Which disk.
         #[arg(long, value_name = "NAME", help = DISK)]
@@ -267,6 +266,7 @@ pub enum ControlCommand {
     },
     /// Name the current state of all disks of the disk's log; the log keeps what is needed to
     /// restore it
+    #[command(hide = true)]
     Snapshot {
         /// The snapshot's name
         #[arg(value_name = "NAME")]
@@ -280,12 +280,14 @@ pub enum ControlCommand {
         disk: Option<DiskChoice>,
     },
     /// List the snapshots of the disk's log, and how much history it keeps
+    #[command(hide = true)]
     Snapshots {
         /// Which disk.
         #[arg(long, value_name = "NAME", help = DISK)]
         disk: Option<DiskChoice>,
     },
     /// Delete a snapshot of the disk's log
+    #[command(hide = true)]
     SnapshotDelete {
         /// The snapshot's name
         #[arg(value_name = "NAME")]
@@ -294,19 +296,17 @@ pub enum ControlCommand {
         #[arg(long, value_name = "NAME", help = DISK)]
         disk: Option<DiskChoice>,
     },
-    /// List the points of a disk's history: its snapshots, marks and newest commits, and how far
-    /// back it goes
-    Points {
-        /// Which disk.
-        #[arg(long, value_name = "NAME", help = DISK)]
-        disk: Option<DiskChoice>,
-        /// How many of the newest commits; older ones with marks are listed too, as many
-        #[arg(long = "newest", value_name = "N", default_value_t = FEW_POINTS, value_parser = at_most_points)]
-        #[serde(default = "few_points")]
-        most: usize,
+    /// Hold a log for the client to read, until the client leaves: 'walvisor disk' and 'walvisor
+    /// log' ask for it.
+    #[command(skip)]
+    Hold {
+        /// The log's directory, an absolute path.
+        #[serde(serialize_with = "lossy")]
+        log: PathBuf,
     },
     /// Make a paused disk what it was at a point, at once; its current contents stay a point of the
     /// log. Whoever uses the disk must read it again
+    #[command(hide = true)]
     Restore {
         /// The point, as for 'look'
         #[arg(long, value_name = "AT", allow_hyphen_values = true, value_parser = point_text)]
@@ -316,6 +316,7 @@ pub enum ControlCommand {
         disk: Option<DiskChoice>,
     },
     /// Write a mark into the disk's log: a text that names this moment, which 'log dump' shows
+    #[command(hide = true)]
     Mark {
         /// One line of 1 to 256 bytes, without control characters
         text: String,
@@ -325,6 +326,7 @@ pub enum ControlCommand {
     },
     /// Change how much history the disk's log keeps: off, all, a time such as 24h, or a size such
     /// as 50G
+    #[command(hide = true)]
     SetRetain {
         /// How much
         retain: String,
@@ -366,6 +368,7 @@ pub enum ControlCommand {
     },
     /// Serve a disk in use as of a point, over NBD, read-only without --scratch, until its last
     /// client is gone
+    #[command(hide = true)]
     Look(LookRequest),
     /// End a look
     Unlook {
@@ -405,16 +408,6 @@ fn parse_rate(text: &str) -> Result<u64, String> {
 /// becomes one of UTC.
 fn point_text(text: &str) -> walvisor_storage::Result<String> {
     text.parse().map(|point: Point| point.to_string())
-}
-
-/// Parses the argument of `points --newest`.
-pub(crate) fn at_most_points(text: &str) -> Result<usize, String> {
-    let number = text.parse().ok().filter(|number| *number <= MOST_POINTS);
-    number.ok_or_else(|| format!("give a number up to {MOST_POINTS}"))
-}
-
-fn few_points() -> usize {
-    FEW_POINTS
 }
 
 /// The point that is now.

@@ -30,7 +30,7 @@ pub const MAX_LOOKS: usize = 64;
 
 /// The open looks. Dropping it ends them.
 #[derive(Default)]
-pub(super) struct Looks {
+pub struct Looks {
     open: Arc<Mutex<Vec<ServedLook>>>,
 }
 
@@ -62,7 +62,10 @@ fn lock(open: &Mutex<Vec<ServedLook>>) -> MutexGuard<'_, Vec<ServedLook>> {
 
 impl Looks {
     /// Serves a look at a disk. `kept`: descriptors to close when the look has ended.
-    pub(super) fn serve(
+    ///
+    /// # Errors
+    /// If too many looks are open, or the system refuses a descriptor or a thread.
+    pub fn serve(
         &self,
         disk: &str,
         look: Look,
@@ -119,6 +122,13 @@ impl Looks {
             thread,
         });
         Ok(description)
+    }
+
+    /// Returns when none is open any more.
+    pub(crate) fn wait(&self) {
+        let all = std::mem::take(&mut *lock(&self.open));
+        all.into_iter()
+            .for_each(|served| join(served.thread, "a look"));
     }
 
     /// Ends the look on this socket, or the only one at this disk.

@@ -35,9 +35,9 @@ pub use client::{ask, ask_on, ask_with};
 pub use command::{
     CacheChoice, ControlCommand, ControlError, DiskChoice, LimitChange, LookRequest, StatsFormat,
 };
-pub(crate) use command::{FEW_POINTS, at_most_points};
 pub use controlled::{AddedDisk, ControlledProcess, DiskHotplug, Power, RemovalError, SavedPool};
 pub use lines::{MAX_DEPTH, MAX_LINE};
+pub(crate) use looks::Looks;
 pub use server::{MAX_CLIENTS, Server};
 
 /// Permissions of a control socket.

@@ -13,12 +13,11 @@ use rustix::net::sockopt;
 use serde_json::{Value, json};
 use walvisor_devices::backend::{SECTOR_SIZE, flush};
 use walvisor_devices::throttle;
-use walvisor_storage::{Disk, LogHistory, Retention};
+use walvisor_storage::{Disk, LogHistory, ReadHold, Retention};
 use walvisor_vmm::disk::DiskInUse;
 
 use super::command::{
-    CacheChoice, ControlCommand, ControlError, DiskChoice, LimitChange, LookRequest, MOST_POINTS,
-    StatsFormat,
+    CacheChoice, ControlCommand, ControlError, DiskChoice, LimitChange, LookRequest, StatsFormat,
 };
 use super::controlled::{
     AddedDisk, ControlledProcess, DiskHotplug, DiskLease, Power, RemovalError, SavedPool,
@@ -28,8 +27,7 @@ use crate::disk::{cache_in_force, grow, log_name, logged};
 use crate::disk_spec::WrittenDisk;
 use crate::disks::RemovedDisk;
 use crate::point::{
-    given_up_json, mark_json, points_json, refuse_checkpoint, rewound_json, set_retention,
-    snapshot_json,
+    given_up_json, mark_json, refuse_checkpoint, rewound_json, set_retention, snapshot_json,
 };
 
 impl ControlledProcess {
@@ -98,7 +96,9 @@ impl ControlledProcess {
                 in_log(&disk, |disk| disk.delete_snapshot(name.parse()?))?;
                 Ok(json!({ "deleted": name }))
             }
-            ControlCommand::Points { disk, most } => self.points(disk.as_ref(), *most),
+            ControlCommand::Hold { .. } => Err(ControlError::new(
+                "hold: a hold ends with its connection, which ends with this request",
+            )),
             ControlCommand::Restore { disk, at } => self.restore(disk.as_ref(), at),
             ControlCommand::Mark { disk, text } => {
                 let text = text.parse().map_err(ControlError::new)?;
@@ -588,18 +588,26 @@ impl ControlledProcess {
         refuse_checkpoint(&history, names).map_err(|error| ControlError::at_disk(&disk.name, error))
     }
 
-    /// The points of a disk, the newest `most` commits among them.
-    fn points(&self, choice: Option<&DiskChoice>, most: usize) -> Result<Value, ControlError> {
-        if most > MOST_POINTS {
-            return Err(ControlError::new(format_args!(
-                "points: most {most}: give at most {MOST_POINTS}"
-            )));
-        }
-        let disk = self.chosen(choice)?;
-        let mut answer = in_log(&disk, |disk| Ok(points_json(&disk.points(most)?)))?;
-        answer["disk"] = disk.name.clone().into();
-        answer["log"] = log_name(&*disk.backend).into();
-        Ok(answer)
+    /// Holds a log for a client to read. `before`: what was held for it, which then ends.
+    pub(super) fn hold(
+        &self,
+        log: &Path,
+        before: Option<ReadHold>,
+    ) -> Result<(Value, ReadHold), ControlError> {
+        let kept = before.as_ref().map(ReadHold::is_kept);
+        drop(before);
+        let disk = self.disks().into_iter().find(|disk| is_on(disk, log));
+        let disk = disk.ok_or_else(|| {
+            let (log, process) = (log.display(), std::process::id());
+            ControlError::no_such_disk(format_args!(
+                "{log}: process {process} serves no disk on this log"
+            ))
+        })?;
+        let hold = in_log(&disk, Disk::hold_to_read)?;
+        Ok((
+            json!({ "newest_lsn": hold.newest_lsn(), "kept": kept }),
+            hold,
+        ))
     }
 
     /// Makes a disk what it was at a point. The disk is paused, so none of its requests is in
@@ -641,7 +649,7 @@ impl ControlledProcess {
         } else {
             None
         };
-        let disk = self.disk(request.disk.as_deref())?;
+        let disk = self.chosen(request.disk.as_ref())?;
         let name = &disk.name;
         let look = in_log(&disk, |disk| disk.look(at, scratch))?;
         let served = self
@@ -823,15 +831,6 @@ mod tests {
             assert!(refused.contains("from 1 to 1000"), "{refused}");
         }
         assert_eq!(controlled.disks()[0].throttle.weight(), 200);
-    }
-
-    #[test]
-    fn points_are_bounded() {
-        let (controlled, ..) = daemon();
-        let points = |most| controlled.execute(&ControlCommand::Points { disk: None, most });
-        let error = |most| points(most).unwrap_err().to_string();
-        assert!(error(MOST_POINTS + 1).contains("give at most 10000"));
-        assert!(error(MOST_POINTS).contains("has no log"));
     }
 
     #[test]

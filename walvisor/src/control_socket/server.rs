@@ -107,6 +107,8 @@ fn converse(stream: &UnixStream, controlled: &ControlledProcess, stop: &Stop) ->
     let mut buffer = [0; 4096];
     // Descriptors are for the request that they come with.
     let mut files = Vec::new();
+    // The log that this client reads.
+    let mut held = None;
     loop {
         if waiter.wait(stream, EventSet::IN, None)? == WakeReason::Stopped {
             return Ok(());
@@ -145,6 +147,11 @@ fn converse(stream: &UnixStream, controlled: &ControlledProcess, stop: &Stop) ->
             };
             let mut files = std::mem::take(&mut files);
             let outcome = request.command.clone().and_then(|command| {
+                if let ControlCommand::Hold { log } = &command {
+                    let (answer, hold) = controlled.hold(log, held.take())?;
+                    held = Some(hold);
+                    return Ok(answer);
+                }
                 let Some(file) = files.pop() else {
                     return controlled.execute(&command);
                 };

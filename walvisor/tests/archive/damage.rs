@@ -54,10 +54,7 @@ fn with_archive_sync_flushes_end_although_the_log_is_damaged_before_the_archive_
     assert!(!try_next(&mut client, &mut written));
     let told = archive_of(&home);
     let error = told["error"].as_str().unwrap();
-    assert_says(
-        error,
-        &["can't be read", "'walvisor ctl SOCKET checkpoint'"],
-    );
+    assert_says(error, &["can't be read", "'walvisor disk checkpoint'"]);
     assert!(
         told["running"] == true && told["waiting_requests"] == 0,
         "{told}"

@@ -1,9 +1,12 @@
 //! `walvisor disk VERB`, whether or not another process has the disk open.
 
 use std::fs::{self, Permissions};
+use std::io::{BufRead, BufReader};
 use std::os::unix::fs::{PermissionsExt, chown, symlink};
 use std::path::Path;
 use std::process::{Command, Stdio};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::thread;
 
 use serde_json::Value;
 use walvisor_testkit::nbd::RawClient;
@@ -11,7 +14,7 @@ use walvisor_testkit::wait_until;
 use walvisor_tests::have;
 
 use super::{
-    Daemon, Process, WALVISOR, create, ctl, noise, refused, succeed, test_dir, text, walvisor,
+    Daemon, Process, WALVISOR, create, ctl, noise, read, refused, succeed, test_dir, text, walvisor,
 };
 
 /// Makes a disk with 8 KiB in its log, as a killed process leaves it.
@@ -39,6 +42,10 @@ fn answer(dir: &Path, words: &str) -> Value {
                     "copied_bytes",
                     // Their names, or the paths of their images.
                     "disks",
+                    // What the process has made ready for what comes.
+                    "allocated_bytes",
+                    "segments",
+                    "batches",
                 ] {
                     all.remove(key);
                 }
@@ -52,6 +59,34 @@ fn answer(dir: &Path, words: &str) -> Value {
     answer
 }
 
+/// What a look at the disk at a point answers. It shows the write, or does not.
+fn looked_at(dir: &Path, at: &str, shown: u8) -> Option<Value> {
+    let words = format!("disk look disk.img --at {at} --socket l --json");
+    let mut command = Command::new(WALVISOR);
+    command.args(words.split(' ')).stdout(Stdio::piped());
+    let mut look = command.current_dir(dir).spawn().unwrap();
+    let mut line = String::new();
+    // The process that serves the look says so once it can be used.
+    BufReader::new(look.stdout.take().unwrap())
+        .read_line(&mut line)
+        .unwrap();
+    let mut answer: Value = serde_json::from_str(&line).unwrap();
+    let mut client = RawClient::extended(&dir.join("l"));
+    let expected = if shown == 1 {
+        noise(8192)
+    } else {
+        vec![0; 8192]
+    };
+    assert!(read(&mut client, 4096, 8192) == expected, "{at}");
+    drop(client);
+    // The look ends with its client, and then its socket is gone.
+    assert!(look.wait().unwrap().success(), "{at}");
+    wait_until("the end of the look", || !dir.join("l").exists());
+    let all = answer.as_object_mut().unwrap();
+    all.retain(|key, _| !["socket", "uri"].contains(&key.as_str()));
+    Some(answer)
+}
+
 /// What all verbs answer for a disk. `pause` is called before the disk is restored in place.
 fn answers(dir: &Path, pause: impl FnOnce()) -> Vec<Value> {
     let mut all: Vec<_> = [
@@ -62,8 +97,12 @@ fn answers(dir: &Path, pause: impl FnOnce()) -> Vec<Value> {
         "disk export disk.img now.img",
         "disk export disk.img now.img --force",
         "disk restore disk.img --at snapshot:one -o then.img",
+        "disk clone disk.img clone.img --at snapshot:one",
         "disk resize disk.img --size 2M",
         "disk snapshot-delete disk.img two",
+        "disk info disk.img",
+        "disk check disk.img",
+        "disk changes disk.img --from lsn:0",
         "disk retain disk.img 50M --give-up-history",
     ]
     .into_iter()
@@ -84,11 +123,29 @@ fn answers(dir: &Path, pause: impl FnOnce()) -> Vec<Value> {
         ("restore disk.img --at lsn:999 -o new.img", "lsn:999"),
         ("checkpoint disk.img", "history"),
         ("retain disk.img off", "--give-up-history"),
+        ("clone disk.img clone.img", "exists"),
+        (
+            "clone disk.img new.img --new-log disk.img.wal",
+            "its source's log",
+        ),
+        ("clone disk.img new.img --at lsn:999", "lsn:999"),
+        ("changes disk.img --from lsn:999", "lsn:999"),
     ] {
         refused(dir, &format!("disk {words}"), 1, &[part]);
     }
     assert!(!dir.join("new.img").exists(), "half a restore");
-    for copy in ["now.img", "then.img"] {
+    // A log of its own, and nothing in it yet.
+    let clone = answer(dir, "disk check clone.img");
+    assert_eq!(clone["log"]["records"], 0, "{clone}");
+    all.extend(looked_at(dir, "lsn:0", 0));
+    all.extend(looked_at(dir, "newest", 1));
+    all.push(
+        succeed(dir, "log dump disk.img.wal --records --json")
+            .lines()
+            .count()
+            .into(),
+    );
+    for copy in ["now.img", "then.img", "clone.img"] {
         let copied = fs::read(dir.join(copy)).unwrap();
         assert!(
             copied.len() == 1 << 20 && copied[4096..12288] == noise(8192),
@@ -260,4 +317,82 @@ fn a_process_of_another_user_is_not_asked() {
     refused(dir, "disk snapshot disk.img s", 1, &parts);
     assert!(!dir.join("out.img").exists());
     assert_eq!(daemon.stop(), "");
+}
+
+/// While the process writes, copies to the image and recycles its segments.
+#[test]
+fn a_log_is_read_while_its_process_writes_it() {
+    let dir = &test_dir();
+    create(dir, "disk.img", "64M --retain 8M");
+    let daemon = Daemon::start(dir, "--control ctl --disk path=disk.img,socket=s");
+    let stop = AtomicBool::new(false);
+    thread::scope(|scope| {
+        let writer = scope.spawn(|| {
+            let mut client = RawClient::extended(&dir.join("s"));
+            let data = noise(256 << 10);
+            let mut rounds = 0;
+            // At least as much as fills a few segments; no more than 2 GiB.
+            while rounds < 1024 || rounds < 8192 && !stop.load(Ordering::Relaxed) {
+                client.write(1, rounds % 256 * (256 << 10), &data);
+                if rounds % 4 == 0 {
+                    client.flush(2);
+                }
+                rounds += 1;
+            }
+        });
+        let mut newest = 0;
+        for round in 0.. {
+            if round >= 4 && writer.is_finished() {
+                break;
+            }
+            let info = answer_in_use(dir, "disk info disk.img");
+            let lsn = info["log"]["last_lsn"].as_u64().unwrap();
+            assert!(lsn >= newest, "{lsn} after {newest}");
+            newest = lsn;
+            let check = answer_in_use(dir, "disk check disk.img");
+            assert_eq!(check["clean"], true, "{check}");
+            let points = answer_in_use(dir, "disk points disk.img");
+            let oldest = points["oldest"]["lsn"].as_u64().unwrap();
+            let commits = points["points"].as_array().unwrap();
+            assert!(
+                commits
+                    .iter()
+                    .all(|point| point["lsn"].as_u64() > Some(oldest))
+            );
+            let changes = answer_in_use(dir, "disk changes disk.img --from newest");
+            assert_eq!(changes["changed_bytes"], 0, "{changes}");
+            let records = read_in_use(dir, "log dump disk.img.wal --records --json");
+            let lsns: Vec<_> = records.lines().map(lsn_of).collect();
+            assert!(lsns.is_sorted_by(|one, next| one + 1 == *next), "{lsns:?}");
+            stop.store(round >= 4, Ordering::Relaxed);
+        }
+        writer.join().unwrap();
+    });
+    // Nobody holds it any more.
+    assert_eq!(daemon.stop(), "");
+    let check = answer(dir, "disk check disk.img");
+    assert_eq!(check["clean"], true, "{check}");
+}
+
+/// What a command prints. The writer may need the log's room, until it ends.
+fn read_in_use(dir: &Path, words: &str) -> String {
+    loop {
+        let output = walvisor(dir, words);
+        if output.status.success() {
+            return text(&output.stdout);
+        }
+        let error = text(&output.stderr);
+        assert!(error.contains("the log needed room"), "{words}: {error}");
+    }
+}
+
+/// The same, of one that prints JSON.
+fn answer_in_use(dir: &Path, words: &str) -> Value {
+    serde_json::from_str(&read_in_use(dir, &format!("{words} --json"))).unwrap()
+}
+
+/// The LSN in a line of `log dump`.
+fn lsn_of(line: &str) -> u64 {
+    let record: Value = serde_json::from_str(line).unwrap();
+    record["lsn"].as_u64().unwrap()
 }

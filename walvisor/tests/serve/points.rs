@@ -1,4 +1,4 @@
-//! `walvisor ctl points`, and requests about one of several disks: their names, and pauses.
+//! The points of a disk in use, and requests about one of several disks: their names, and pauses.
 
 use std::fs;
 use std::path::Path;
@@ -7,7 +7,9 @@ use serde_json::{Value, json};
 use walvisor_testkit::nbd::{FLUSH, RawClient};
 use walvisor_tests::run_sessions;
 
-use super::{Daemon, assert_says, create, ctl, ctl_refused, read, refused, test_dir, told};
+use super::{
+    Daemon, assert_says, create, ctl, ctl_refused, read, refused, succeed, test_dir, told,
+};
 
 /// A daemon with the disks `vms/a` and `b` of 1 MiB on a log that keeps all history, and a client
 /// of each.
@@ -34,7 +36,11 @@ fn commit(client: &mut RawClient, byte: u8) {
 fn each_listed_point_of_a_disk_in_use_comes_back() {
     let dir = &test_dir();
     let (daemon, mut clients) = two_disks(dir);
-    let none = ctl(dir, "points --disk b");
+    let listed = |words: &str| succeed(dir, &format!("disk points {words} --log log"));
+    let points_of = |words: &str| -> Value {
+        serde_json::from_str(&listed(&format!("{words} --json"))).unwrap()
+    };
+    let none = points_of("b");
     assert_eq!((&none["commits"], &none["points"]), (&json!(0), &json!([])));
     // The contents of disk `vms/a` at each point, oldest first.
     let mut expected = vec![];
@@ -55,7 +61,7 @@ fn each_listed_point_of_a_disk_in_use_comes_back() {
     }
     // A point of the other disk alone.
     ctl(dir, "snapshot other --alone --disk b");
-    let answer = ctl(dir, "points --disk a");
+    let answer = points_of("vms/a");
     assert_eq!(
         (&answer["disk"], &answer["log"], &answer["retain"]),
         (&json!("vms/a"), &json!("log"), &json!("all"))
@@ -73,13 +79,13 @@ fn each_listed_point_of_a_disk_in_use_comes_back() {
     assert_eq!(kinds(&answer), expected_kinds);
     let points = answer["points"].as_array().unwrap();
     let at = |point: &Value| point["at"].as_str().unwrap().to_owned();
-    let listed = points.iter().map(at).zip(bytes);
-    for (at, byte) in listed.chain([("lsn:0".to_owned(), 0)]) {
+    let places = points.iter().map(at).zip(bytes);
+    for (at, byte) in places.chain([("lsn:0".to_owned(), 0)]) {
         ctl(dir, &format!("export --disk a --at {at} -o out --force"));
         assert_eq!(fs::read(dir.join("out")).unwrap()[0], byte, "{at}");
     }
     // The same for people, in lines that fit a terminal.
-    let table = told(dir, "points --disk a");
+    let table = listed("vms/a");
     let lines = [
         "vms/a on the log log, retain=all\n",
         "the oldest point without a snapshot",
@@ -95,13 +101,14 @@ fn each_listed_point_of_a_disk_in_use_comes_back() {
     let fits = |line: &str| line.chars().count() <= 120;
     assert!(table.lines().all(fits), "{table}");
     // The newest commits only; a mark stays.
-    let few = ctl(dir, "points --disk a --newest 1");
+    let few = points_of("vms/a --newest 1");
     assert_eq!(kinds(&few), ["mark", "snapshot", "commit"]);
     assert_eq!(few["commits"], 4);
-    let table = told(dir, "points --disk a --newest 1");
+    let table = listed("vms/a --newest 1");
     let rest = "\n2 older commits are not shown: --newest N shows more\n";
     assert!(table.ends_with(rest), "{table}");
-    refused(dir, "ctl ctl points --newest 10001", 2, &[]);
+    let now = ["'walvisor ctl points' is 'walvisor disk points PATH' now"];
+    refused(dir, "ctl ctl points", 2, &now);
     // What the table of snapshots tells.
     let table = told(dir, "snapshots");
     let lines: Vec<_> = table.lines().collect();

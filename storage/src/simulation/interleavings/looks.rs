@@ -100,7 +100,9 @@ fn look(disk: &Disk, mut random: Random, durable: &AtomicU64) -> Result<Totals, 
             (Ok(look), _) => look,
             // The log is full of the other look, or the base image has passed the point.
             (Err(error), at) => {
-                let full = error.to_string().contains("can't be made durable");
+                let told = error.to_string();
+                let full = ["the log is full", "can't be made durable"];
+                let full = full.iter().any(|part| told.contains(part));
                 if at == Point::Newest && !full {
                     return Err(format!("a look is refused: {error}"));
                 }

@@ -135,12 +135,14 @@ pub(in crate::commands) fn shown(request: &ControlCommand, answer: &Value) -> St
     let disk = text(&answer["disk"]);
     let line = match request {
         ControlCommand::Stats { .. } => return fit_terminal(&stats(answer)),
-        ControlCommand::Points { .. } => return points(answer),
         ControlCommand::Snapshots { .. } => return snapshots(answer),
         ControlCommand::Looks {} => return looks(answer),
         ControlCommand::Exports {} => return exports(answer),
         // They print what they have done.
-        ControlCommand::Export { .. } | ControlCommand::Look(_) | ControlCommand::Config { .. } => {
+        ControlCommand::Export { .. }
+        | ControlCommand::Look(_)
+        | ControlCommand::Config { .. }
+        | ControlCommand::Hold { .. } => {
             return String::new();
         }
         ControlCommand::Pause { .. } | ControlCommand::Resume { .. } => {
@@ -338,12 +340,13 @@ fn stats(stats: &Value) -> String {
         stats["pid"],
         text(&stats["state"])
     );
-    let mib = |value: &Value| value.as_u64().map(|bytes| bytes >> 20);
-    if let (Some(used), Some(limit)) = (
-        mib(&stats["memory"]["used_bytes"]),
-        mib(&stats["memory"]["limit_bytes"]),
-    ) {
-        lines += &format!("  memory: {used} of {limit} MiB\n");
+    let memory = |key: &str| stats["memory"][key].as_u64().map(|bytes| bytes >> 20);
+    if let Some(resident) = memory("resident_bytes") {
+        let set_aside = match (memory("used_bytes"), memory("limit_bytes")) {
+            (Some(used), Some(limit)) => format!("; {used} of {limit} MiB are set aside"),
+            _ => String::new(),
+        };
+        lines += &format!("  memory: {resident} MiB{set_aside}\n");
     }
     if let Some(exits) = stats["exits"].as_object() {
         let sum = |counts: &Value| -> u64 {
@@ -416,16 +419,20 @@ fn size(value: &Value) -> String {
     human_size(value.as_u64().unwrap_or(0))
 }
 
-/// The time of a point, to the second, and its age.
-fn when(point: &Value) -> [String; 2] {
+/// The time of a point, in units of so many microseconds, and its age.
+fn when(point: &Value, unit: u64) -> [String; 2] {
     match point["unix_us"].as_u64() {
         None | Some(0) => ["-".to_owned(), "-".to_owned()],
-        Some(unix_us) => [time_text(unix_us / 1_000_000 * 1_000_000), age(unix_us)],
+        Some(unix_us) => [time_text(unix_us / unit * unit), age(unix_us)],
     }
 }
 
+/// A second, and a millisecond.
+const SECOND: u64 = 1_000_000;
+const MILLISECOND: u64 = 1000;
+
 /// The points of a disk.
-fn points(answer: &Value) -> String {
+pub(in crate::commands) fn points(answer: &Value) -> String {
     let (points, oldest) = (all(answer, "points"), &answer["oldest"]);
     let mut shown: Vec<_> = points
         .iter()
@@ -434,8 +441,14 @@ fn points(answer: &Value) -> String {
         .collect();
     shown.dedup();
     let mut table = Table::new(&["AT", "TIME", "AGE", "WHAT"]);
+    // Points of one second are told apart.
+    let second = |point: &Value| point["unix_us"].as_u64().unwrap_or(0) / SECOND;
+    let unit = match points.is_sorted_by(|one, next| second(one) < second(next)) {
+        true => SECOND,
+        false => MILLISECOND,
+    };
     let mut row = |point: &Value, at: String, what: String| {
-        let [time, age] = when(point);
+        let [time, age] = when(point, unit);
         table.row(vec![at, time, age, what]);
     };
     row(
@@ -472,7 +485,7 @@ fn points(answer: &Value) -> String {
 fn snapshots(answer: &Value) -> String {
     let mut table = Table::new(&["SNAPSHOT", "TIME", "AGE", "LSN", "CID", "SAVED", "OF"]);
     for snapshot in all(answer, "snapshots") {
-        let [time, age] = when(snapshot);
+        let [time, age] = when(snapshot, SECOND);
         table.row(vec![
             text(&snapshot["name"]),
             time,

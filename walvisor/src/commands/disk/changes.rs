@@ -4,16 +4,15 @@ use clap::Args;
 use serde_json::json;
 use walvisor_storage::{self as storage, Allocation, Point};
 
-use super::path::{DiskPath, print};
+use super::path::{SharedDisk, print};
 use crate::commands::CommandError;
-use crate::commands::owner::cannot_look;
 use crate::commands::threads::Threads;
 
 /// The arguments of `walvisor disk changes`.
 #[derive(Debug, Args)]
 pub(super) struct ChangesArguments {
     #[command(flatten)]
-    disk: DiskPath,
+    shared: SharedDisk,
     /// The point after which changes count: cid:N or lsn:N (`walvisor log dump` shows both),
     /// a time such as 12:03, 'yesterday 12:03' or 2026-11-22T12:03:00Z, or before now such as -15m.
     #[arg(long, value_name = "AT", allow_hyphen_values = true)]
@@ -31,19 +30,21 @@ pub(super) struct ChangesArguments {
 /// Carries out `walvisor disk changes`.
 pub(super) fn run(arguments: &ChangesArguments) -> Result<(), CommandError> {
     let ChangesArguments {
-        disk,
+        shared,
         from,
         to,
         threads,
         json,
     } = arguments;
-    let found = storage::disk_changes(&disk.path, &disk.log(), *from, *to, threads.get());
+    let disk = &shared.disk;
+    let found =
+        shared.read(|path, log| storage::disk_changes(path, log, *from, *to, threads.get()));
     let storage::Changes {
         size,
         from_lsn,
         to_lsn,
         ranges,
-    } = found.map_err(cannot_look)?;
+    } = found?;
     let changed: u64 = ranges.iter().map(|range| range.len).sum();
     let ranges = ranges.iter().map(|range| {
         let now = match range.now {

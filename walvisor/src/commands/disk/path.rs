@@ -1,12 +1,16 @@
 //! The disk and the log that a command works on.
 
 use std::io::Write;
+use std::num::NonZeroUsize;
 use std::path::{Path, PathBuf, absolute};
 
 use clap::Args;
-use walvisor_storage::{DiskOptions, default_log_dir};
+use walvisor_storage::{
+    DiskOptions, DiskReport, ReadableLog, default_log_dir, inspect_with_progress, log_dir_of,
+};
 
-use crate::commands::owner::LogOwner;
+use crate::commands::CommandError;
+use crate::commands::owner::{LogOwner, read_log};
 use crate::control_socket::DiskChoice;
 
 /// Which disk.
@@ -14,13 +18,20 @@ use crate::control_socket::DiskChoice;
 pub(super) struct DiskPath {
     /// The base image.
     pub(super) path: PathBuf,
-    /// The log directory [default: PATH.wal].
+    /// The log directory [default: that of the log that the disk is on, else PATH.wal].
     #[arg(long)]
     pub(super) log: Option<PathBuf>,
 }
 
 impl DiskPath {
+    /// The log's directory: as given, else that of the log that the disk is on.
     pub(super) fn log(&self) -> PathBuf {
+        self.log.clone().unwrap_or_else(|| log_dir_of(&self.path))
+    }
+
+    /// As [`log`](Self::log), for what needs a name where the log is not at the usual place: a disk
+    /// is made there, or what the log holds is given up.
+    pub(super) fn named_log(&self) -> PathBuf {
         self.log
             .clone()
             .unwrap_or_else(|| default_log_dir(&self.path))
@@ -33,7 +44,7 @@ pub(super) struct SharedDisk {
     #[command(flatten)]
     pub(super) disk: DiskPath,
     /// Fail if another process has the disk open. Without this, that process carries out the
-    /// command, if it has a control socket and is this user's or root's.
+    /// command, or lets this one read, if it has a control socket and is this user's or root's.
     #[arg(long)]
     no_owner: bool,
 }
@@ -48,6 +59,38 @@ impl SharedDisk {
             log: absolute(log).ok()?,
         };
         Some((owner, Some(choice)))
+    }
+
+    /// Calls `read` with the image and its log.
+    ///
+    /// # Errors
+    /// As [`read_log`].
+    pub(super) fn read<T>(
+        &self,
+        read: impl Fn(&Path, ReadableLog<'_>) -> walvisor_storage::Result<T>,
+    ) -> Result<T, CommandError> {
+        let path = &self.disk.path;
+        read_log(
+            &self.disk.log(),
+            !self.no_owner,
+            |log| read(path, log),
+            |_| false,
+        )
+    }
+
+    /// Inspects the disk on so many threads.
+    ///
+    /// # Errors
+    /// As [`read_log`].
+    pub(super) fn inspect(
+        &self,
+        threads: Option<NonZeroUsize>,
+    ) -> Result<DiskReport, CommandError> {
+        let path = &self.disk.path;
+        let inspect =
+            |log: ReadableLog<'_>| inspect_with_progress(path, log, threads, &mut |_, _| {});
+        let is_faulty = |report: &DiskReport| !report.is_clean();
+        read_log(&self.disk.log(), !self.no_owner, inspect, is_faulty)
     }
 }
 

@@ -9,10 +9,10 @@ use walvisor_storage::{self as storage, MarkText, Retention, SnapshotName, Store
 
 use super::path::{DetachedImages, DiskPath, SharedDisk, print};
 use crate::commands::CommandError;
-use crate::commands::ctl::answer::shown;
+use crate::commands::ctl::answer::{points as points_text, shown};
 use crate::commands::owner::cannot_look;
 use crate::commands::threads::Threads;
-use crate::control_socket::{ControlCommand, FEW_POINTS, at_most_points};
+use crate::control_socket::ControlCommand;
 use crate::point::{mark_json, points_json, set_retention, snapshot_json, time_text};
 use crate::size::human_size;
 
@@ -73,7 +73,7 @@ pub(super) struct PointsArguments {
     #[command(flatten)]
     shared: SharedDisk,
     /// How many of the newest commits; older ones with marks are listed too, as many.
-    #[arg(long = "newest", value_name = "N", default_value_t = FEW_POINTS, value_parser = at_most_points)]
+    #[arg(long = "newest", value_name = "N", default_value_t = 20)]
     most: usize,
     #[command(flatten)]
     threads: Threads,
@@ -140,22 +140,15 @@ pub(super) fn points(arguments: &PointsArguments) -> Result<(), CommandError> {
         threads,
         json,
     } = arguments;
-    let (disk, most) = (&shared.disk, *most);
-    let owner = shared.owner();
-    let request = |disk| ControlCommand::Points { disk, most };
-    let mut points = match owner {
-        Some((owner, disk)) => owner.ask(&request(disk))?,
-        None => {
-            let points = storage::disk_points(&disk.path, &disk.log(), most, threads.get());
-            points_json(&points.map_err(cannot_look)?)
-        }
-    };
+    let disk = &shared.disk;
+    let points = shared.read(|path, log| storage::disk_points(path, log, *most, threads.get()));
+    let mut points = points_json(&points?);
     points["disk"] = json!(disk.path);
     points["log"] = json!(disk.log());
     if *json {
         print(format_args!("{points}\n"));
     } else {
-        print(format_args!("{}", shown(&request(None), &points)));
+        print(format_args!("{}", points_text(&points)));
     }
     Ok(())
 }
@@ -284,22 +277,9 @@ pub(super) fn delete(arguments: &SnapshotArguments) -> Result<(), CommandError> 
 /// Lists the snapshots.
 pub(super) fn list(arguments: &SnapshotsArguments) -> Result<(), CommandError> {
     let SnapshotsArguments { shared, json } = arguments;
-    let disk = &shared.disk;
-    let snapshots: Vec<_> = match shared.owner() {
-        Some((owner, disk)) => {
-            let mut answer = owner.ask(&ControlCommand::Snapshots { disk })?;
-            answer["snapshots"].as_array_mut().map(std::mem::take)
-        }
-        None => {
-            let report = storage::inspect(&disk.path, &disk.log()).map_err(cannot_look)?;
-            let list = |log: storage::LogReport| {
-                let snapshots = log.history.snapshots.iter();
-                snapshots.map(snapshot_json).collect()
-            };
-            report.log.map(list)
-        }
-    }
-    .unwrap_or_default();
+    let report = shared.inspect(None)?;
+    let snapshots = report.log.iter().flat_map(|log| &log.history.snapshots);
+    let snapshots: Vec<_> = snapshots.map(snapshot_json).collect();
     if *json {
         print(format_args!("{}\n", Value::from(snapshots)));
         return Ok(());

@@ -1,7 +1,6 @@
 //! `walvisor disk import`, `export`, `restore`, `clone` and `resize`.
 
-use std::fs::{File, Permissions};
-use std::os::fd::AsFd;
+use std::fs::Permissions;
 use std::os::unix::fs::{MetadataExt, PermissionsExt};
 use std::path::{Path, PathBuf};
 
@@ -85,7 +84,7 @@ pub(super) struct RestoreArguments {
 #[derive(Debug, Args)]
 pub(super) struct CloneArguments {
     #[command(flatten)]
-    disk: DiskPath,
+    shared: SharedDisk,
     /// The base image of the disk to create.
     new: PathBuf,
     /// The new disk's log directory [default: NEW.wal].
@@ -180,7 +179,14 @@ pub(super) fn import(arguments: &ImportArguments) -> Result<(), CommandError> {
             threads: threads.get(),
             ..StoreOptions::default()
         };
-        storage::import_disk_as(&disk.path, raw, known, &disk.log(), &options, progress)
+        storage::import_disk_as(
+            &disk.path,
+            raw,
+            known,
+            &disk.named_log(),
+            &options,
+            progress,
+        )
     })
     .map_err(CommandError::failed)?;
     let said = format!("{}: imported {}", disk.path.display(), raw.display());
@@ -197,39 +203,25 @@ fn copy_in_use(
     (output, force): (&Path, bool),
 ) -> Result<storage::Transfer, CommandError> {
     let mode = disk.path.metadata().map(|image| image.mode() & 0o666);
-    let request = ControlCommand::Export {
-        disk: choice,
-        at: at.map(|at| at.to_string()),
-        output: output.to_owned(),
-        force,
-    };
-    let (done, _) = receive(output, force, |file, progress| {
-        // As that of a copy of a closed disk.
-        let mode = mode.map(Permissions::from_mode);
-        let set = mode.and_then(|mode| file.set_permissions(mode));
-        set.map_err(|error| CommandError::Failed(format!("{}: {error}", output.display())))?;
-        owner.ask_with(&request, &[file.as_fd()], progress)
-    })?;
-    Ok(done)
+    with_bar("exporting", |progress| {
+        storage::receive_image(output, force, |file| {
+            // As that of a copy of a closed disk.
+            let mode = mode.map(Permissions::from_mode);
+            let set = mode.and_then(|mode| file.set_permissions(mode));
+            set.map_err(|error| CommandError::Failed(format!("{}: {error}", output.display())))?;
+            owner.copy(choice, at, file, progress)
+        })
+    })
 }
 
-/// Lets another process write a new image, which gets its name once it is complete. `ask` hands
-/// over the file and returns the answer, which comes back too.
-pub(in crate::commands) fn receive(
-    output: &Path,
-    force: bool,
-    ask: impl FnOnce(&File, storage::Progress<'_>) -> Result<Value, CommandError>,
-) -> Result<(storage::Transfer, Value), CommandError> {
-    let answer = storage::receive_image(output, force, |file| {
-        with_bar("exporting", |progress| ask(file, progress))
-    })?;
+/// What a process says that it has copied.
+pub(in crate::commands) fn transfer_of(answer: &Value) -> storage::Transfer {
     let bytes = |key: &str| answer[key].as_u64().unwrap_or(0);
-    let done = storage::Transfer {
+    storage::Transfer {
         size: bytes("size_bytes"),
         copied: bytes("copied_bytes"),
         shared: false,
-    };
-    Ok((done, answer))
+    }
 }
 
 /// Carries out `walvisor disk export`.
@@ -383,7 +375,7 @@ fn restore_in_place(shared: &SharedDisk, at: Point, json: bool) -> Result<(), Co
 /// Carries out `walvisor disk clone`.
 pub(super) fn clone(arguments: &CloneArguments) -> Result<(), CommandError> {
     let CloneArguments {
-        disk,
+        shared,
         new,
         new_log,
         at,
@@ -391,6 +383,7 @@ pub(super) fn clone(arguments: &CloneArguments) -> Result<(), CommandError> {
         threads,
         json,
     } = arguments;
+    let disk = &shared.disk;
     let new_log = new_log
         .clone()
         .unwrap_or_else(|| storage::default_log_dir(new));
@@ -404,6 +397,22 @@ pub(super) fn clone(arguments: &CloneArguments) -> Result<(), CommandError> {
         at: *at,
     };
     let path = disk.path.display();
+    let said = format!("{}: cloned {path}", new.display());
+    if let Some((owner, choice)) = shared.owner() {
+        if *serve {
+            return Err(CommandError::Usage(format!(
+                "--serve: another process has {path} open, and nobody may write to the source \
+                 meanwhile: clone it without --serve, or end that process first"
+            )));
+        }
+        let done = with_bar("cloning", |progress| {
+            storage::receive_clone(&source, new, &new_log, &options, |file| {
+                owner.copy(choice, *at, file, progress)
+            })
+        })?;
+        report(*json, &disk.path, ("new", new), done, &said);
+        return Ok(());
+    }
     let ready = || match json {
         true => print(format_args!(
             "{}\n",
@@ -419,7 +428,6 @@ pub(super) fn clone(arguments: &CloneArguments) -> Result<(), CommandError> {
         false => storage::clone_disk(&source, new, &new_log, &options, progress),
     })
     .map_err(CommandError::failed)?;
-    let said = format!("{}: cloned {path}", new.display());
     report(*json, &disk.path, ("new", new), done, &said);
     Ok(())
 }

@@ -29,9 +29,8 @@ fn every_command() -> Vec<ControlCommand> {
         ControlCommand::Pause { disk: None },
         ControlCommand::Pause { disk: disk() },
         ControlCommand::Resume { disk: disk() },
-        ControlCommand::Points {
-            disk: disk(),
-            most: 7,
+        ControlCommand::Hold {
+            log: "/a.wal".into(),
         },
         ControlCommand::Resize {
             disk: disk(),

@@ -67,7 +67,7 @@ fn the_deepest_requests_take_an_eighth_of_the_stack() {
     does("mark", "\"text\":\"a mark\"", &[]);
     does("snapshot", "\"name\":\"one\"", &[]);
     write(2);
-    for name in ["stats", "snapshots", "points", "looks", "exports"] {
+    for name in ["stats", "snapshots", "looks", "exports"] {
         does(name, "", &[]);
     }
     does("stats", "\"format\":\"prometheus\"", &[]);
