@@ -338,11 +338,9 @@ pub(crate) fn open_control(log_dir: &Path, access: Access) -> Result<ControlFile
     if access.newest().is_some() {
         let mut read = read_unlocked_control(log_dir);
         for _ in 1..READS {
-            if !read
-                .as_ref()
-                .is_err_and(|error| error.kind() == ErrorKind::Damaged)
-            {
-                break;
+            match &read {
+                Err(error) if error.kind() == ErrorKind::Damaged => {}
+                _ => break,
             }
             read = read_unlocked_control(log_dir);
         }

@@ -108,11 +108,7 @@ impl YieldingLook {
     pub(crate) fn new(log: &Arc<Log>) -> Self {
         let slot: Arc<Mutex<Option<OpenLook>>> = Arc::default();
         let of_keeper: Arc<dyn YieldingHold> = slot.clone();
-        let mut state = log.lock();
-        let looks = &mut state.keeper.yielding_holds;
-        looks.retain(|look| look.strong_count() > 0);
-        looks.push(Arc::downgrade(&of_keeper));
-        drop(state);
+        log.lock().keeper.add_yielding(&of_keeper);
         let log = log.clone();
         Self { log, slot }
     }

@@ -269,10 +269,7 @@ impl Disk {
         let open = (held.hold, sync::now());
         let hold = Arc::new(Mutex::new(Some(open)));
         let of_keeper: Arc<dyn YieldingHold> = hold.clone();
-        let mut state = self.log.lock();
-        let holds = &mut state.keeper.yielding_holds;
-        holds.retain(|hold| hold.strong_count() > 0);
-        holds.push(Arc::downgrade(&of_keeper));
+        self.log.lock().keeper.add_yielding(&of_keeper);
         let newest = held.newest;
         Ok(ReadHold { newest, hold })
     }
@@ -369,9 +366,9 @@ pub struct ReadHold {
 /// The hold, and since when it is there.
 type OpenReading = (OpenHold, Instant);
 
-/// How long a reader may go on when the log needs room, and when writers wait for that.
+/// A reader's hold ends after this time if the log needs room soon.
 const READING: Duration = Duration::from_secs(1);
-/// See [`READING`].
+/// A reader's hold ends after this time if writers wait for room.
 const READING_WAITED_FOR: Duration = Duration::from_millis(100);
 
 impl ReadHold {

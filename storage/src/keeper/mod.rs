@@ -32,7 +32,7 @@ use crate::log::group_commit::{Committer, Leader};
 use crate::log::state::{Log, LogState};
 use crate::medium::cost::MediumCost;
 use crate::sync::atomic::Ordering;
-use crate::sync::{self, Arc, Weak};
+use crate::sync::{self, Arc};
 
 /// How often the keeper checks whether an export that keeps it from making room gives way.
 const EXPORT_CHECK: Duration = Duration::from_millis(100);
@@ -140,8 +140,8 @@ impl Keeper {
         }
     }
 
-    /// How much the log needs room that an export keeps it from making.
-    fn need_beside_exports(&self, state: &LogState) -> RoomNeed {
+    /// How much the log needs room that an export or a reader keeps it from making.
+    fn need_beside_yielding(&self, state: &LogState) -> RoomNeed {
         if state.keeper.holds.has_yielding() {
             self.log.room_need(state)
         } else {
@@ -149,25 +149,21 @@ impl Keeper {
         }
     }
 
-    /// Closes the looks of exports that should have given way by now.
+    /// Ends the holds of exports and readers that should have given way by now.
     pub(crate) fn end_overdue_holds(&self) {
         let state = self.log.lock();
-        let need = self.need_beside_exports(&state);
+        let need = self.need_beside_yielding(&state);
         if need == RoomNeed::None {
             return;
         }
-        let holds = state.keeper.yielding_holds.iter().filter_map(Weak::upgrade);
-        let holds: Vec<_> = holds.collect();
+        let holds = state.keeper.yielding();
         drop(state);
         holds.iter().for_each(|hold| hold.end_if_overdue(need));
     }
 
     /// Ends the holds of readers, because files that they read are about to change.
     pub(crate) fn end_readings(&self) {
-        let state = self.log.lock();
-        let holds = state.keeper.yielding_holds.iter().filter_map(Weak::upgrade);
-        let holds: Vec<_> = holds.collect();
-        drop(state);
+        let holds = self.log.lock().keeper.yielding();
         holds.iter().for_each(|hold| hold.end_if_reader());
     }
 
@@ -197,7 +193,7 @@ impl Keeper {
             let (lock, pause) = (&self.log.state, self.until_copy_back());
             state = sync::wait_timeout_while(wanted, lock, state, pause, |state| idle(state));
         } else {
-            while idle(&state) && self.need_beside_exports(&state) == RoomNeed::None {
+            while idle(&state) && self.need_beside_yielding(&state) == RoomNeed::None {
                 state = wanted.wait(state).expect("log state lock");
             }
             if idle(&state) {

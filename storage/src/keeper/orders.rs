@@ -117,8 +117,8 @@ impl Keeper {
         self.change_history(|control| point.add(control))
     }
 
-    /// Makes everything written so far durable, unless another process reads only what is, and holds
-    /// what a look at the disk reads. The base
+    /// Holds what a look at the disk reads, once everything written so far is durable; for a reader,
+    /// which reads only durable records, at once. The base
     /// images do not change until the hold is dropped. A checkpoint that is due comes first, so
     /// that a series of looks can't keep it off for ever. If it fails, whatever it copied is still
     /// in the log, so a look at the remaining points sees the same.

@@ -128,7 +128,7 @@ pub(crate) struct KeeperState {
     pub saved_bytes: u64,
     /// Who needs records to stay in the log.
     pub holds: Holds,
-    /// The looks of exports, some of which have ended.
+    /// The looks of exports and the holds of readers, some of which have ended.
     pub yielding_holds: Vec<Weak<dyn YieldingHold>>,
     /// A checkpoint is waiting for the pending records up to this LSN, which may use the ring's
     /// last segment.
@@ -147,6 +147,18 @@ pub(crate) struct KeeperState {
 }
 
 impl KeeperState {
+    /// Adds a hold that gives way, for as long as its owner has it.
+    pub(crate) fn add_yielding(&mut self, hold: &Arc<dyn YieldingHold>) {
+        self.yielding_holds.retain(|hold| hold.strong_count() > 0);
+        self.yielding_holds.push(Arc::downgrade(hold));
+    }
+
+    /// The holds that give way. To end one locks the log.
+    pub(crate) fn yielding(&self) -> Vec<Arc<dyn YieldingHold>> {
+        let holds = self.yielding_holds.iter().filter_map(Weak::upgrade);
+        holds.collect()
+    }
+
     /// The snapshots that users have made, oldest first.
     pub(crate) fn listed_snapshots(&self) -> Vec<Snapshot> {
         let made = |snapshot: &&Snapshot| !snapshot.name.is_of_export();

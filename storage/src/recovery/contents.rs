@@ -165,12 +165,12 @@ impl SegmentContents {
             return self;
         };
         let wanted = |batch: &Batch| batch.last_lsn() <= newest;
-        let last = self.batches.last().is_some_and(wanted);
+        let in_range = self.batches.last().is_none_or(wanted);
         self.batches.retain(wanted);
         self.end = self.batches.last().map_or(BLOCK as u64, Batch::end);
-        // An error is that of the batch after the last one.
+        // The error belongs to the batch after the last one that was read.
         let reached = self.batches.last().map(Batch::last_lsn) == Some(newest);
-        self.error = self.error.filter(|_| last && !reached);
+        self.error = self.error.filter(|_| in_range && !reached);
         self
     }
 

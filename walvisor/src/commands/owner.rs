@@ -181,9 +181,9 @@ impl<'a> LogToRead<'a> {
     }
 }
 
-/// Reads a log, again if that finds a fault which may come of a change meanwhile: `is_faulty` says
-/// whether what was read has one. All that was read has checksums, and numbers that go on up to the
-/// newest record, so without a fault it is right.
+/// Reads a log. If a reading fails, or finds a fault (`is_faulty`), the log may have changed
+/// meanwhile, and is read again. A reading without a fault is right: each record has a checksum, and
+/// the LSNs continue up to the newest one.
 ///
 /// # Errors
 /// Those of `read`; or the owner of the log refuses, or needs the room each time.

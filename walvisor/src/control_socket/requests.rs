@@ -96,9 +96,9 @@ impl ControlledProcess {
                 in_log(&disk, |disk| disk.delete_snapshot(name.parse()?))?;
                 Ok(json!({ "deleted": name }))
             }
-            ControlCommand::Hold { .. } => Err(ControlError::new(
-                "hold: a hold ends with its connection, which ends with this request",
-            )),
+            ControlCommand::Hold { .. } => {
+                Err(ControlError::new("hold: only a connection can hold a log"))
+            }
             ControlCommand::Restore { disk, at } => self.restore(disk.as_ref(), at),
             ControlCommand::Mark { disk, text } => {
                 let text = text.parse().map_err(ControlError::new)?;

@@ -266,6 +266,7 @@ fn the_error_for_a_mistyped_key_suggests_one_of_the_command() {
             None => "cache, readonly, serial".to_owned(),
         };
         assert!(error.contains(&told) && !error.contains('\n'), "{error}");
+        assert_eq!(error.contains("did you mean"), right.is_some(), "{error}");
     }
 }
 

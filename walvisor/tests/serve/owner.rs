@@ -60,19 +60,19 @@ fn answer(dir: &Path, words: &str) -> Value {
 }
 
 /// What a look at the disk at a point answers. It shows the write, or does not.
-fn looked_at(dir: &Path, at: &str, shown: u8) -> Option<Value> {
+fn looked_at(dir: &Path, at: &str, is_written: bool) -> Value {
     let words = format!("disk look disk.img --at {at} --socket l --json");
     let mut command = Command::new(WALVISOR);
     command.args(words.split(' ')).stdout(Stdio::piped());
     let mut look = command.current_dir(dir).spawn().unwrap();
     let mut line = String::new();
-    // The process that serves the look says so once it can be used.
+    // The command prints a line once clients can connect.
     BufReader::new(look.stdout.take().unwrap())
         .read_line(&mut line)
         .unwrap();
     let mut answer: Value = serde_json::from_str(&line).unwrap();
     let mut client = RawClient::extended(&dir.join("l"));
-    let expected = if shown == 1 {
+    let expected = if is_written {
         noise(8192)
     } else {
         vec![0; 8192]
@@ -84,7 +84,7 @@ fn looked_at(dir: &Path, at: &str, shown: u8) -> Option<Value> {
     wait_until("the end of the look", || !dir.join("l").exists());
     let all = answer.as_object_mut().unwrap();
     all.retain(|key, _| !["socket", "uri"].contains(&key.as_str()));
-    Some(answer)
+    answer
 }
 
 /// What all verbs answer for a disk. `pause` is called before the disk is restored in place.
@@ -137,8 +137,8 @@ fn answers(dir: &Path, pause: impl FnOnce()) -> Vec<Value> {
     // A log of its own, and nothing in it yet.
     let clone = answer(dir, "disk check clone.img");
     assert_eq!(clone["log"]["records"], 0, "{clone}");
-    all.extend(looked_at(dir, "lsn:0", 0));
-    all.extend(looked_at(dir, "newest", 1));
+    all.push(looked_at(dir, "lsn:0", false));
+    all.push(looked_at(dir, "newest", true));
     all.push(
         succeed(dir, "log dump disk.img.wal --records --json")
             .lines()
