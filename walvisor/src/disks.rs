@@ -1,34 +1,28 @@
-//! Opens the disks of a command line. Disks that name the same log directory share the log. Closes
-//! the logs at the end.
+//! Opens the disks of a [`Plan`]. Disks that name the same log directory share the log. Closes the
+//! logs at the end.
 
-use std::collections::{BTreeMap, HashMap};
+use std::collections::HashMap;
 use std::fs::File;
 use std::num::NonZero;
 use std::path::{Path, PathBuf};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
-use std::time::Duration;
+use std::sync::Arc;
 
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
-use walvisor_archive::ArchiveUrl;
 use walvisor_devices::backend::ram::RamDisk;
 use walvisor_devices::backend::{Backend, MemoryBudget, MemoryReservation, SECTOR_SIZE};
 use walvisor_devices::block::BlockConfig;
 use walvisor_storage::{
-    CommitWait, Disk, DiskOptions, Image, Look, Point, RawCache, RawDisk, ReplicaOptions,
-    Retention, Store, StoreOptions, has_log, scratch_file,
+    Disk, DiskOptions, Image, Look, Point, RawCache, RawDisk, Retention, Store, StoreOptions,
+    has_log, scratch_file,
 };
 use walvisor_vmm::disk::{DeviceKind, OpenDisk};
 
-use crate::archiving::LogToArchive;
 use crate::disk_spec::{
-    BackendKind, DiskCache, DiskCommand, DiskSpec, LOG_KEYS, MAX_QUEUES, MAX_SERIAL_BYTES,
+    BackendKind, DiskCache, DiskCommand, DiskSpec, LogOptions, MAX_QUEUES, MAX_SERIAL_BYTES,
 };
-use crate::machine_memory::machine_memory;
+use crate::plan::{LogPlan, Plan, memory_of_log, real_log, real_path, usual_index};
 use crate::point::refuse_retention;
 use crate::progress::with_bar;
-
-/// How long closing a log may copy it to the images by default.
-pub const DEFAULT_CLOSE_TIME: Duration = Duration::from_secs(10);
 
 /// The logs of a process's disks. Dropping them closes them too, but ignores errors.
 #[derive(Default)]
@@ -44,8 +38,33 @@ struct OpenLog {
     /// Its directory, with links resolved.
     directory: PathBuf,
     store: Store,
+    /// What it was opened with.
+    options: LogOptions,
     /// What the log may take of the process's memory.
     _memory: Option<MemoryReservation>,
+}
+
+impl OpenLog {
+    /// Refuses a disk that says something else of the log.
+    fn check_options(&self, spec: &DiskSpec) -> Result<(), String> {
+        let said = &spec.log_options;
+        // What history it keeps can be changed since.
+        let retain = self.store.disks().first().map(Disk::retain);
+        let now = LogOptions {
+            retain,
+            ..self.options.clone()
+        };
+        let known = now
+            .covers(said)
+            .or_else(|differ| self.options.covers(said).map_err(|_| differ));
+        known.map_err(|differ| {
+            let (name, key, [ours, theirs]) = (spec.name(), differ.key, differ.values);
+            format!(
+                "disk '{name}': {key}={theirs} differs from {key}= of its log, which is open with \
+                 {ours}: leave {key}= out"
+            )
+        })
+    }
 }
 
 /// Where the data of a removed disk is.
@@ -125,7 +144,7 @@ impl OpenLogs {
         let one = std::slice::from_ref(spec);
         let failed = |error: walvisor_storage::Error| error.to_string();
         let Some(place) = self.log_of(spec) else {
-            if spec.archive.is_some() {
+            if spec.log_options.archive.is_some() {
                 return Err(format!(
                     "disk '{}': archive= starts a process, which only the start of this one may: \
                      leave archive= out, and run 'walvisor archive push'; or start this process \
@@ -142,50 +161,45 @@ impl OpenLogs {
                     spec.name()
                 ));
             }
-            check_free_memory(spec)?;
-            let scratch = make_files(one).map_err(failed)?;
-            let mut disks = self.open(one, cpus, scratch).map_err(failed)?;
-            if let Err(why) = self.keep(one) {
+            let plan = Plan::new(one)?;
+            check_free_memory(&plan, spec)?;
+            let scratch = make_files(&plan).map_err(failed)?;
+            let mut disks = self.open(&plan, cpus, scratch).map_err(failed)?;
+            if let Err(why) = self.keep(&plan) {
                 drop(self.logs.pop());
                 return Err(why);
             }
             return disks.pop().ok_or_else(|| "no disk was opened".to_owned());
         };
-        if let Some(key) = log_key(spec) {
-            return Err(format!(
-                "disk '{}': {key}= belongs to its log, which is open already: leave {key}= out",
-                spec.name()
-            ));
-        }
-        let store = &mut self.logs[place].store;
-        let disk = store.add_disk(&disk_options(spec)).map_err(failed)?;
+        let log = &mut self.logs[place];
+        log.check_options(spec)?;
+        let disk = log.store.add_disk(&disk_options(spec)).map_err(failed)?;
         Ok(open_disk(spec, Arc::new(disk.clone()), cpus))
     }
 
-    /// Sets how much history the logs of these disks keep, where a disk says so.
+    /// Sets how much history the logs of a plan keep, where it says so.
     ///
     /// # Errors
     /// One line: a log would give up history that it keeps.
-    pub fn keep(&self, specs: &[DiskSpec]) -> Result<(), String> {
-        for spec in specs.iter().filter(|spec| !spec.read_only) {
-            let (Some(retain), Some(place)) = (spec.retain, self.log_of(spec)) else {
+    pub fn keep(&self, plan: &Plan) -> Result<(), String> {
+        for log in plan.logs.iter().filter(|log| !log.read_only) {
+            let open = self.logs.iter().find(|open| open.directory == log.place);
+            let disk = open.and_then(|open| open.store.disks().first());
+            let (Some(retain), Some(disk)) = (log.options.retain, disk) else {
                 continue;
             };
-            let Some(disk) = self.logs[place].store.disks().first() else {
-                continue;
-            };
+            let name = plan.disks[log.disks[0]].name();
             if disk.gives_up_history(retain) {
                 let members = disk.members().map_err(|error| error.to_string())?;
                 let paths = members.iter().map(|(_, path)| path.display().to_string());
                 return Err(format!(
-                    "disk '{}': {}; open it without retain=, then 'walvisor disk retain DISK \
+                    "disk '{name}': {}; open it without retain=, then 'walvisor disk retain DISK \
                      {retain} --give-up-history'",
-                    spec.name(),
                     refuse_retention(&disk.history(), retain, paths.collect())
                 ));
             }
             let set = disk.set_retain(retain);
-            set.map_err(|error| format!("disk '{}': {error}", spec.name()))?;
+            set.map_err(|error| format!("disk '{name}': {error}"))?;
         }
         Ok(())
     }
@@ -239,33 +253,32 @@ impl OpenLogs {
     /// See [`open`].
     fn open(
         &mut self,
-        specs: &[DiskSpec],
+        plan: &Plan,
         cpus: u8,
         mut scratch: ScratchFiles,
     ) -> Result<Vec<OpenDisk>, walvisor_storage::Error> {
         let mut backends: HashMap<usize, Arc<dyn Backend>> = HashMap::new();
-        for (log, members) in group_by_log(specs) {
-            let members_options = members.iter().map(|member| disk_options(&specs[*member]));
-            let detached = members.iter().flat_map(|member| &specs[*member].detached);
-            let options: Vec<_> = members_options
-                .chain(detached.map(DiskOptions::detached))
-                .collect();
-            // `check` has already refused disks that disagree.
-            let mut store_options = log_options(specs, &members).unwrap_or_default();
-            // Set once the log is open and says what that would lose.
-            store_options.retain = None;
+        for log in &plan.logs {
+            let LogPlan {
+                directory, place, ..
+            } = log;
+            let members = log.disks.iter().map(|disk| &plan.disks[*disk]);
+            let detached = members.clone().flat_map(|spec| &spec.detached);
+            let members = members.map(disk_options);
+            let options: Vec<_> = members.chain(detached.map(DiskOptions::detached)).collect();
+            let store_options = plan.store_options(log);
             let memory =
                 MemoryBudget::of_process().reserve(memory_of_log(store_options.index_memory));
             let mut read = 0;
-            let store = if reads_only(specs, &members) {
-                if !has_log(&log) {
+            let store = if log.read_only {
+                if !has_log(directory) {
                     continue;
                 }
-                Store::open_read_only(&log, &options, &store_options)?
+                Store::open_read_only(directory, &options, &store_options)?
             } else {
                 with_bar("recovering", |progress| {
                     Store::open_with_progress(
-                        &log,
+                        directory,
                         &options,
                         &store_options,
                         &mut |passed, total| {
@@ -276,25 +289,31 @@ impl OpenLogs {
                 })?
             };
             if read > 0 {
-                let log = log.display();
+                let log = directory.display();
                 tracing::info!("log {log}: recovered from {read} bytes of segments");
             }
             assert_eq!(
-                members.len(),
+                log.disks.len(),
                 store.disks().len(),
                 "a log opens all its disks, in order"
             );
-            for (member, disk) in members.iter().zip(store.disks()) {
+            for (member, disk) in log.disks.iter().zip(store.disks()) {
                 backends.insert(*member, Arc::new(disk.clone()));
             }
-            let directory = real_log(&log);
             self.logs.push(OpenLog {
-                directory,
+                directory: place.clone(),
                 store,
+                options: LogOptions {
+                    close_time: store_options.close_time,
+                    index_memory: Some(store_options.index_memory),
+                    on_full: Some(store_options.on_full),
+                    archive_sync: Some(log.options.archive_sync == Some(true)),
+                    ..log.options.clone()
+                },
                 _memory: memory,
             });
         }
-        let disks = specs.iter().enumerate().map(|(index, spec)| {
+        let disks = plan.disks.iter().enumerate().map(|(index, spec)| {
             let backend = match (backends.remove(&index), spec.at) {
                 (Some(backend), _) => backend,
                 (None, Some(point)) => look(spec, point, scratch.0.remove(&index))?,
@@ -306,19 +325,19 @@ impl OpenLogs {
     }
 }
 
-/// Opens disks for a VM with `cpus` vCPUs. `scratch`: what [`make_files`] returned for them.
-/// Returns the disks in the same order, and their logs.
+/// Opens the disks of a plan, for a VM with `cpus` vCPUs. `scratch`: what [`make_files`] returned
+/// for it. Returns the disks in the same order, and their logs.
 ///
 /// # Errors
 /// If a disk or its log cannot be opened. Logs that are open by then are closed again.
 pub fn open(
-    specs: &[DiskSpec],
+    plan: &Plan,
     cpus: u8,
     scratch: ScratchFiles,
 ) -> Result<(Vec<OpenDisk>, OpenLogs), walvisor_storage::Error> {
     raise_descriptor_limit();
     let mut logs = OpenLogs::default();
-    let disks = logs.open(specs, cpus, scratch)?;
+    let disks = logs.open(plan, cpus, scratch)?;
     Ok((disks, logs))
 }
 
@@ -393,25 +412,6 @@ pub fn disk_name(spec: &DiskSpec) -> String {
     spec.serial.clone().unwrap_or_else(|| spec.name())
 }
 
-/// A key of this disk that sets an option of its log.
-fn log_key(spec: &DiskSpec) -> Option<&'static str> {
-    let given = [
-        spec.commit_wait.longest.is_some(),
-        spec.commit_wait.count.is_some(),
-        spec.close_time.is_some(),
-        spec.index_memory.is_some(),
-        spec.spill_limit.is_some(),
-        spec.retain.is_some(),
-        spec.on_full.is_some(),
-        spec.archive.is_some(),
-        spec.archive_interval.is_some(),
-        spec.archive_sync,
-        spec.archive_limit.is_some(),
-    ];
-    let found = LOG_KEYS.into_iter().zip(given).find(|(_, given)| *given);
-    found.map(|(key, _)| key)
-}
-
 /// The scratch files of disks with `scratch=on`, by index of the disk.
 #[derive(Default)]
 pub struct ScratchFiles(HashMap<usize, File>);
@@ -421,75 +421,28 @@ pub struct ScratchFiles(HashMap<usize, File>);
 ///
 /// # Errors
 /// If a disk of a new log cannot be opened, or its log or a scratch file cannot be made.
-pub fn make_files(specs: &[DiskSpec]) -> Result<ScratchFiles, walvisor_storage::Error> {
-    for (log, members) in group_by_log(specs) {
-        if reads_only(specs, &members) {
-            continue;
-        }
-        let disks: Vec<_> = members
+pub fn make_files(plan: &Plan) -> Result<ScratchFiles, walvisor_storage::Error> {
+    for log in plan.logs.iter().filter(|log| !log.read_only) {
+        let disks = log
+            .disks
             .iter()
-            .map(|member| disk_options(&specs[*member]))
-            .collect();
-        Store::make_log(&log, &disks, &StoreOptions::default())?;
+            .map(|disk| disk_options(&plan.disks[*disk]));
+        let disks: Vec<_> = disks.collect();
+        Store::make_log(&log.directory, &disks, &StoreOptions::default())?;
     }
-    let scratch = specs.iter().enumerate().filter(|(_, spec)| spec.scratch);
+    let scratch = plan.disks.iter().enumerate();
+    let scratch = scratch.filter(|(_, spec)| spec.scratch);
     let files = scratch.map(|(index, _)| Ok((index, scratch_file()?)));
     Ok(ScratchFiles(files.collect::<Result<_, _>>()?))
 }
 
-/// Whether all these disks of one log are read-only. Then nothing is written, and if there is no
-/// log the images are served without one.
-fn reads_only(specs: &[DiskSpec], members: &[usize]) -> bool {
-    members.iter().all(|member| specs[*member].read_only)
-}
-
-/// What a log takes beside its index and its checksums, in bytes: records on their way to the
-/// medium.
-const LOG_BYTES: u64 = 4 << 20;
-/// What the checksums of a log of the usual size take. The log reserves it.
-const USUAL_CHECKSUMS: u64 = 2 << 20;
-
-/// What a log with an index of so many bytes may take of the process's memory. Looks may take as
-/// much as the index.
-fn memory_of_log(index: u64) -> u64 {
-    index.saturating_mul(2).saturating_add(LOG_BYTES)
-}
-
-/// What these disks take of a process with a memory limit of `limit` bytes: logs, and disks in
-/// memory.
-pub(crate) fn memory_of(specs: &[DiskSpec], limit: u64) -> u64 {
-    let in_memory = specs.iter().filter(|spec| !spec.read_only);
-    let in_memory = in_memory.filter_map(|spec| spec.size);
-    in_memory.fold(memory_of_logs(specs, limit), u64::saturating_add)
-}
-
-fn memory_of_logs(specs: &[DiskSpec], limit: u64) -> u64 {
-    let groups = group_by_log(specs);
-    let usual = index_memory(Some(limit), groups.len());
-    let indexes = groups.iter().map(|(_, members)| {
-        let given = members
-            .iter()
-            .find_map(|member| specs[*member].index_memory);
-        memory_of_log(given.unwrap_or(usual)) + USUAL_CHECKSUMS
-    });
-    indexes.fold(0, u64::saturating_add)
-}
-
-/// The memory of an index that no disk of its log limits. Of a process with a memory limit, the
-/// indexes get a twelfth together.
-fn index_memory(limit: Option<u64>, logs: usize) -> u64 {
-    let most = StoreOptions::default().index_memory;
-    let share = limit.map_or(most, |limit| limit / 12 / logs.max(1) as u64);
-    share.clamp(1 << 20, most)
-}
-
 /// Refuses a disk that needs, or whose log needs, more memory than the process has.
-fn check_free_memory(spec: &DiskSpec) -> Result<(), String> {
+fn check_free_memory(plan: &Plan, spec: &DiskSpec) -> Result<(), String> {
     let budget = MemoryBudget::of_process();
     let Some(limit) = budget.limit() else {
         return Ok(());
     };
-    let needed = memory_of(std::slice::from_ref(spec), limit);
+    let needed = plan.memory(limit);
     if budget.reserve(needed).is_some() {
         return Ok(());
     }
@@ -505,242 +458,6 @@ fn check_free_memory(spec: &DiskSpec) -> Result<(), String> {
         "disk '{name}': {who} needs {needed} bytes of memory, and of this daemon's {limit} bytes \
          {free} are free: give {smaller}, or the daemon a larger --memory-limit"
     ))
-}
-
-/// Refuses RAM disks that are larger than this machine's memory and swap together.
-fn check_memory(specs: &[DiskSpec]) -> Result<(), String> {
-    let most = machine_memory();
-    let sizes = specs.iter().filter_map(|spec| spec.size);
-    let all = sizes.fold(0, u64::saturating_add);
-    if all > most {
-        return Err(format!(
-            "backend=ram: {all} bytes, and this machine has {most} bytes of memory and swap: \
-             give a smaller size=, or an image"
-        ));
-    }
-    Ok(())
-}
-
-/// Refuses looks at logs that other disks write.
-fn check_looks(specs: &[DiskSpec], groups: &[(PathBuf, Vec<usize>)]) -> Result<(), String> {
-    let written: Vec<PathBuf> = groups.iter().map(|(log, _)| real_log(log)).collect();
-    let mut looks = specs.iter().filter(|spec| spec.at.is_some());
-    let clash = looks.find(|spec| {
-        let log = spec.log_directory();
-        log.is_some_and(|log| written.contains(&real_log(&log)))
-    });
-    match clash {
-        None => Ok(()),
-        Some(spec) => Err(format!(
-            "disk '{}' has at=, and another disk writes to the same log: give at= to all disks of \
-             that log, or to none",
-            spec.name()
-        )),
-    }
-}
-
-/// Refuses disks that contradict each other, or do not fit this machine.
-///
-/// # Errors
-/// One line that names the disks.
-pub fn check(specs: &[DiskSpec]) -> Result<(), String> {
-    check_memory(specs)?;
-    let groups = group_by_log(specs);
-    check_looks(specs, &groups)?;
-    let mut archives: Vec<String> = Vec::new();
-    for (log, members) in &groups {
-        let agreed = log_options(specs, members).and(archive_of(specs, log, members));
-        let archive = agreed.map_err(|key| {
-            let log = log.display();
-            format!(
-                "the disks on the log {log} disagree about {key}, which belongs to the log: \
-                     give it once"
-            )
-        })?;
-        let unsafe_sync = |spec: &&DiskSpec| spec.cache == DiskCache::Unsafe;
-        let synchronous = archive.as_ref().is_some_and(|archive| archive.waits.sync);
-        let mut of_log = members.iter().map(|member| &specs[*member]);
-        if let Some(spec) = of_log.find(unsafe_sync).filter(|_| synchronous) {
-            return Err(format!(
-                "disk '{}' has cache=unsafe, so none of its FLUSHes waits for the log, and the log \
-                 {} has archive-sync=on: leave one of them out",
-                spec.name(),
-                log.display()
-            ));
-        }
-        let mut with = members.iter().map(|member| &specs[*member]);
-        let depends = with.find_map(|spec| {
-            let given = [
-                (spec.archive_interval.is_some(), "archive-interval"),
-                (spec.archive_sync, "archive-sync"),
-                (spec.archive_limit.is_some(), "archive-limit"),
-            ];
-            given
-                .into_iter()
-                .find(|(given, _)| *given)
-                .map(|(_, key)| key)
-        });
-        if let Some(archive) = archive {
-            let url = archive.url.parse::<ArchiveUrl>();
-            url.map_err(|error| format!("archive=: {error}"))?;
-            let log = log.display();
-            if reads_only(specs, members) {
-                return Err(format!(
-                    "archive= is for a log that is written, and all disks on the log {log} are \
-                     read-only: leave it out"
-                ));
-            }
-            if archives.contains(&archive.url) {
-                return Err(format!(
-                    "the archive of the log {log} is that of another log too: give each log an \
-                     archive of its own"
-                ));
-            }
-            archives.push(archive.url);
-        } else if let Some(key) = depends {
-            return Err(format!("{key}= needs an archive: give archive=URL too"));
-        }
-    }
-    Ok(())
-}
-
-/// The logs that are to be archived. `check` has accepted these disks.
-pub(crate) fn logs_to_archive(specs: &[DiskSpec]) -> Vec<LogToArchive> {
-    let groups = group_by_log(specs).into_iter();
-    let archives = groups.map(|(log, members)| archive_of(specs, &log, &members));
-    archives
-        .filter_map(|archive| archive.ok().flatten())
-        .collect()
-}
-
-/// What these disks of one log say of its archive.
-///
-/// # Errors
-/// The key about which two disks disagree.
-fn archive_of(
-    specs: &[DiskSpec],
-    log: &Path,
-    members: &[usize],
-) -> Result<Option<LogToArchive>, &'static str> {
-    let specs = || members.iter().map(|member| &specs[*member]);
-    let url = common_value(specs().filter_map(|spec| spec.archive.as_ref())).ok_or("archive")?;
-    let intervals = specs().filter_map(|spec| spec.archive_interval);
-    let interval = common_value(intervals).ok_or("archive-interval")?;
-    let limits = specs().filter_map(|spec| spec.archive_limit);
-    let limit = common_value(limits).ok_or("archive-limit")?;
-    Ok(url.map(|url| LogToArchive {
-        log: log.to_path_buf(),
-        url: url.clone(),
-        interval,
-        waits: ReplicaOptions {
-            sync: specs().any(|spec| spec.archive_sync),
-            limit,
-        },
-    }))
-}
-
-/// The options that these disks of one log set for it.
-///
-/// # Errors
-/// The key about which two disks disagree.
-fn log_options(specs: &[DiskSpec], members: &[usize]) -> Result<StoreOptions, &'static str> {
-    let logs = group_by_log(specs).len();
-    let specs = || members.iter().map(|member| &specs[*member]);
-    let longest = common_value(specs().filter_map(|spec| spec.commit_wait.longest));
-    let count = common_value(specs().filter_map(|spec| spec.commit_wait.count));
-    let close_time =
-        common_value(specs().filter_map(|spec| spec.close_time)).ok_or("close-seconds")?;
-    let given = common_value(specs().filter_map(|spec| spec.index_memory)).ok_or("index-memory")?;
-    let limit = MemoryBudget::of_process().limit();
-    let retain = common_value(specs().filter_map(|spec| spec.retain)).ok_or("retain")?;
-    let spill_limit =
-        common_value(specs().filter_map(|spec| spec.spill_limit)).ok_or("spill-limit")?;
-    let on_full = common_value(specs().filter_map(|spec| spec.on_full)).ok_or("on-full")?;
-    let usual = StoreOptions::default();
-    Ok(StoreOptions {
-        on_full: on_full.unwrap_or_default(),
-        spill_limit,
-        commit_wait: CommitWait {
-            longest: longest.ok_or("commit-wait-usec")?,
-            count: count.ok_or("commit-wait-count")?,
-        },
-        close_time: Some(close_time.unwrap_or(DEFAULT_CLOSE_TIME)),
-        index_memory: given.unwrap_or_else(|| index_memory(limit, logs)),
-        retain,
-        await_replica: specs().any(|spec| spec.archive_limit.is_some()),
-        ..usual
-    })
-}
-
-/// The longest time that closing a log of these disks copies.
-pub(crate) fn longest_close_time<'a>(specs: impl Iterator<Item = &'a DiskSpec>) -> Duration {
-    let times = specs.map(|spec| spec.close_time.unwrap_or(DEFAULT_CLOSE_TIME));
-    times.max().unwrap_or_default()
-}
-
-/// The value that all items share, `Some(None)` if there are no items, or `None` if two differ.
-fn common_value<T: PartialEq>(mut said: impl Iterator<Item = T>) -> Option<Option<T>> {
-    let first = said.next();
-    said.all(|other| Some(&other) == first.as_ref())
-        .then_some(first)
-}
-
-/// Groups the disks that write to a log by its directory, in the order of the first disk of each.
-pub(crate) fn group_by_log(specs: &[DiskSpec]) -> Vec<(PathBuf, Vec<usize>)> {
-    let mut groups: Vec<(PathBuf, PathBuf, Vec<usize>)> = Vec::new();
-    let written = |(_, spec): &(usize, &DiskSpec)| spec.at.is_none();
-    for (index, spec) in specs.iter().enumerate().filter(written) {
-        let Some(log) = spec.log_directory() else {
-            continue;
-        };
-        let real = real_log(&log);
-        match groups.iter_mut().find(|(_, known, _)| *known == real) {
-            Some((_, _, members)) => members.push(index),
-            None => groups.push((log, real, vec![index])),
-        }
-    }
-    groups
-        .into_iter()
-        .map(|(log, _, members)| (log, members))
-        .collect()
-}
-
-/// Where the directories of logs are, by the path that a disk has named. To look again would wait
-/// for a file system that does not answer.
-static LOGS: Mutex<BTreeMap<PathBuf, PathBuf>> = Mutex::new(BTreeMap::new());
-
-fn known_logs() -> MutexGuard<'static, BTreeMap<PathBuf, PathBuf>> {
-    LOGS.lock().unwrap_or_else(PoisonError::into_inner)
-}
-
-/// The directory of a log, with links resolved as they were when a disk last
-/// [named](look_for_log) it.
-fn real_log(log: &Path) -> PathBuf {
-    let known = known_logs().get(log).cloned();
-    // Looks without the lock.
-    known.unwrap_or_else(|| look_for_log(log))
-}
-
-/// Resolves the directory of a log that a disk names.
-pub(crate) fn look_for_log(log: &Path) -> PathBuf {
-    let real = real_path(log);
-    known_logs().insert(log.to_owned(), real.clone());
-    real
-}
-
-/// A canonical path. The last part need not exist.
-pub(crate) fn real_path(path: &Path) -> PathBuf {
-    if let Ok(real) = path.canonicalize() {
-        return real;
-    }
-    let parent = match path.parent() {
-        Some(parent) if parent != Path::new("") => parent,
-        _ => Path::new("."),
-    };
-    match (parent.canonicalize(), path.file_name()) {
-        (Ok(parent), Some(name)) => parent.join(name),
-        _ => path.to_owned(),
-    }
 }
 
 /// The store's options for a disk.
@@ -763,9 +480,9 @@ fn look(
     scratch: Option<File>,
 ) -> Result<Arc<dyn Backend>, walvisor_storage::Error> {
     let log = spec.log_directory().unwrap_or_default();
-    let usual = || index_memory(MemoryBudget::of_process().limit(), 1);
+    let usual = || usual_index(MemoryBudget::of_process().limit(), 1);
     let options = StoreOptions {
-        index_memory: spec.index_memory.unwrap_or_else(usual),
+        index_memory: spec.log_options.index_memory.unwrap_or_else(usual),
         ..StoreOptions::default()
     };
     let look = Look::open(&disk_options(spec), &log, at, scratch, &options)?;
@@ -843,151 +560,13 @@ mod tests {
     }
 
     #[test]
-    fn disks_that_name_one_log_in_different_ways_share_it() {
-        let specs = specs(&[
-            "path=a.img,log=logs",
-            "path=b.img",
-            "backend=ram,size=1M",
-            "path=c.img,log=./logs",
-            "path=d.img,log=b.img.wal",
-        ]);
-        let groups = group_by_log(&specs);
-        assert_eq!(
-            groups,
-            [
-                (PathBuf::from("logs"), vec![0, 3]),
-                (PathBuf::from("b.img.wal"), vec![1, 4])
-            ]
-        );
-    }
-
-    #[test]
-    fn disks_in_memory_must_fit_the_machine() {
-        for size in [
-            "8E",
-            "15E",
-            "7E",
-            "9223372036854775296",
-            "18446744073709551104",
-            "1P",
-        ] {
-            let readonly = format!("backend=ram,size={size},readonly=on");
-            for text in [format!("backend=ram,size={size}"), readonly] {
-                let error = check(&specs(&[&text])).unwrap_err();
-                assert!(error.contains("give a smaller size="), "{text}: {error}");
-            }
-        }
-        let error = check(&specs(&["backend=ram,size=15E", "backend=ram,size=1E"]));
-        assert!(error.is_err(), "together");
+    fn a_disk_in_memory_has_a_queue_for_each_vcpu() {
         let small = ["backend=ram,size=512", "backend=ram,size=1M,readonly=on"];
-        check(&specs(&small)).unwrap();
-        let (disks, _) = open(&specs(&small), 3, ScratchFiles::default()).unwrap();
+        let plan = Plan::new(&specs(&small)).unwrap();
+        let (disks, _) = open(&plan, 3, ScratchFiles::default()).unwrap();
         assert_eq!(disks[0].device.queues, 3);
         let sectors: Vec<u64> = disks.iter().map(|disk| disk.backend.sectors()).collect();
         assert_eq!(sectors, [1, 2048]);
-    }
-
-    #[test]
-    fn a_log_gets_the_options_that_its_disks_agree_on() {
-        let agreed = specs(&[
-            "path=a,log=l,commit-wait-usec=5",
-            "path=b,log=l,commit-wait-count=2,close-seconds=0",
-            "path=c,log=l,commit-wait-usec=5",
-            "path=d,commit-wait-usec=7,index-memory=3M",
-        ]);
-        check(&agreed).unwrap();
-        let options = log_options(&agreed, &[0, 1, 2]).unwrap();
-        let wait = options.commit_wait;
-        assert_eq!(
-            (wait.longest, wait.count),
-            (Some(Duration::from_micros(5)), Some(2))
-        );
-        assert_eq!(options.close_time, Some(Duration::ZERO));
-        let alone = log_options(&agreed, &[3]).unwrap();
-        assert_eq!(alone.close_time, Some(Duration::from_secs(10)));
-        assert_eq!(
-            (options.index_memory, alone.index_memory),
-            (64 << 20, 3 << 20)
-        );
-        for (key, unit) in [
-            ("commit-wait-usec", ""),
-            ("commit-wait-count", ""),
-            ("close-seconds", ""),
-            ("index-memory", "M"),
-            ("spill-limit", "M"),
-            ("retain", "h"),
-            ("archive", ""),
-            ("archive-interval", "s"),
-        ] {
-            let two = [1, 2].map(|value| format!("path=disk-{value},log=l,{key}={value}{unit}"));
-            let error = check(&specs(&[&two[0], &two[1]])).unwrap_err();
-            let begin = format!("the disks on the log l disagree about {key}, ");
-            assert!(error.starts_with(&begin), "{error}");
-        }
-    }
-
-    #[test]
-    fn each_log_has_one_archive_whichever_of_its_disks_names_it() {
-        let some = specs(&[
-            "path=a,log=l",
-            "path=b,log=l,archive=s3://bucket/b,archive-interval=5s",
-            "path=d,log=l,archive-sync=on",
-            "path=c,log=l,archive-limit=1G",
-            "path=e",
-        ]);
-        check(&some).unwrap();
-        let target = LogToArchive {
-            log: "l".into(),
-            url: "s3://bucket/b".to_owned(),
-            interval: Some(Duration::from_secs(5)),
-            waits: ReplicaOptions {
-                sync: true,
-                limit: Some(1 << 30),
-            },
-        };
-        assert_eq!(logs_to_archive(&some), [target]);
-        for (text, part) in [
-            (
-                "path=a,archive=http://x",
-                "archive=: 'http://x' is not the address",
-            ),
-            (
-                "path=a,archive-interval=5s",
-                "archive-interval= needs an archive: give archive=URL too",
-            ),
-            (
-                "path=a,cache=unsafe,archive=file:///c,archive-sync=on",
-                "disk 'a' has cache=unsafe, so none of its FLUSHes waits",
-            ),
-            (
-                "path=a,archive-sync=on",
-                "archive-sync= needs an archive: give archive=URL too",
-            ),
-            (
-                "path=a,archive-limit=1G",
-                "archive-limit= needs an archive: give archive=URL too",
-            ),
-            (
-                "path=a,readonly=on,archive=file:///c",
-                "all disks on the log a.wal are read-only",
-            ),
-        ] {
-            let error = check(&specs(&[text])).unwrap_err();
-            assert!(error.contains(part), "{error}");
-        }
-        let two = ["path=a,archive=s3://b/c", "path=d,archive=s3://b/c"];
-        let error = check(&specs(&two)).unwrap_err();
-        assert!(
-            error.contains("the log d.wal is that of another log too"),
-            "{error}"
-        );
-    }
-
-    #[test]
-    fn a_look_at_a_log_that_another_disk_writes_is_refused() {
-        let error = check(&specs(&["path=a,log=l", "path=b,log=./l,at=cid:1"])).unwrap_err();
-        assert!(error.starts_with("disk 'b' has at=, and"), "{error}");
-        check(&specs(&["path=a,at=cid:1", "path=a,at=cid:2", "path=c"])).unwrap();
     }
 
     #[test]

@@ -271,6 +271,7 @@ mod tests {
     use super::*;
     use crate::disk_spec::DiskCommand;
     use crate::disks::{make_files, open};
+    use crate::plan::Plan;
 
     const DIRECTORY: &str = "WALVISOR_TEST_LANDLOCK";
 
@@ -282,12 +283,13 @@ mod tests {
         };
         let open_before = File::open(dir.join("secret")).unwrap();
         let text = format!("path={}", dir.join("disk.img").display());
-        let specs = [DiskSpec::parse(&text, DiskCommand::Run).unwrap()];
-        let scratch = make_files(&specs).unwrap();
-        AllowedPaths::of(&specs).restrict(Landlock::On);
+        let disk = DiskSpec::parse(&text, DiskCommand::Run).unwrap();
+        let plan = Plan::new(&[disk]).unwrap();
+        let scratch = make_files(&plan).unwrap();
+        AllowedPaths::of(&plan.disks).restrict(Landlock::On);
 
         // The first run of a new disk, from its first write to its close.
-        let (disks, logs) = open(&specs, 1, scratch).unwrap();
+        let (disks, logs) = open(&plan, 1, scratch).unwrap();
         flush(&*disks[0].backend).unwrap();
         let mut queue = disks[0].backend.open_queue().unwrap();
         let data = Buffer::from(&[7; 4096][..]);

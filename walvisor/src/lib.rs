@@ -2,8 +2,8 @@
 //! specs of disks, what a process gives up, and the kernel's SCSI target.
 //!
 //! ```text
-//!   main ─▶ cli ─▶ commands ─┬─▶ run ─────▶ disks::open ─▶ walvisor_vmm::vm::VmBuilder
-//!                            ├─▶ serve ───▶ disks::open ─▶ doors: vhost-user, NBD, TCMU (lio), ublk
+//!   main ─▶ cli ─▶ commands ─┬─▶ run ─────▶ Plan ─▶ disks::open ─▶ walvisor_vmm::vm::VmBuilder
+//!                            ├─▶ serve ───▶ Plan ─▶ disks::open ─▶ doors: vhost-user, NBD, TCMU (lio), ublk
 //!                            └─▶ disk, log, ctl, config, demo
 //! ```
 //! The terms are those of `docs/glossary.md` in the repository.
@@ -26,6 +26,7 @@ pub mod metrics;
 pub mod metrics_server;
 pub mod net_spec;
 pub mod network;
+pub mod plan;
 pub mod point;
 pub mod privileges;
 pub mod processor_time;

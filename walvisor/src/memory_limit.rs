@@ -9,8 +9,7 @@ use std::path::Path;
 
 use walvisor_devices::backend::{MemoryBudget, MemoryReservation};
 
-use crate::disk_spec::DiskSpec;
-use crate::disks;
+use crate::plan::Plan;
 use crate::size::show_size;
 
 /// What a daemon takes without disks and clients, in bytes.
@@ -19,15 +18,15 @@ const PROCESS_BYTES: u64 = 24 << 20;
 /// [`MAX_REQUEST_BYTES`](walvisor_devices::backend::MAX_REQUEST_BYTES).
 const REQUEST_BYTES: u64 = 16 << 20;
 
-/// Sets the limit of this process, which serves `disks`. Returns what is set aside for the process.
+/// Sets the limit of this process, which serves the disks of `plan`. Returns what is set aside for the process.
 ///
 /// # Errors
 /// One line: if `asked` is too small for the disks.
-pub fn set(asked: Option<u64>, disks: &[DiskSpec]) -> Result<Option<MemoryReservation>, String> {
+pub fn set(asked: Option<u64>, plan: &Plan) -> Result<Option<MemoryReservation>, String> {
     if let Some(asked) = asked {
-        check(asked, disks).map_err(|error| format!("--memory-limit {error}"))?;
+        check(asked, plan).map_err(|error| format!("--memory-limit {error}"))?;
     }
-    let (limit, least) = (asked.unwrap_or_else(usual), least(disks));
+    let (limit, least) = (asked.unwrap_or_else(usual), least(plan));
     if least > limit {
         tracing::warn!(
             "the disks need {} of memory, and this machine or cgroup has {}: give it more, or the \
@@ -45,8 +44,8 @@ pub fn set(asked: Option<u64>, disks: &[DiskSpec]) -> Result<Option<MemoryReserv
 ///
 /// # Errors
 /// One line.
-pub fn check(limit: u64, disks: &[DiskSpec]) -> Result<(), String> {
-    let least = least(disks);
+pub fn check(limit: u64, plan: &Plan) -> Result<(), String> {
+    let least = least(plan);
     if least <= limit {
         return Ok(());
     }
@@ -58,11 +57,11 @@ pub fn check(limit: u64, disks: &[DiskSpec]) -> Result<(), String> {
 }
 
 /// The least limit of a daemon with these disks.
-fn least(disks: &[DiskSpec]) -> u64 {
+fn least(plan: &Plan) -> u64 {
     // A sixteenth is for buffers that are used again, and an eighth for clients that ask for
     // little.
     let needed = |limit| {
-        let fixed = PROCESS_BYTES + REQUEST_BYTES + disks::memory_of(disks, limit);
+        let fixed = PROCESS_BYTES + REQUEST_BYTES + plan.memory(limit);
         (fixed / 13 * 16).next_multiple_of(1 << 20)
     };
     // A larger limit has larger indexes.

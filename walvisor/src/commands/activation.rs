@@ -13,7 +13,7 @@ use rustix::io::FdFlags;
 use rustix::net::{AddressFamily, SocketType, sockopt};
 
 use crate::commands::CommandError;
-use crate::disks::real_path;
+use crate::plan::real_path;
 
 /// The first inherited descriptor (`SD_LISTEN_FDS_START`).
 const FIRST: RawFd = 3;

@@ -22,6 +22,7 @@ use crate::control_socket::CONTROL_MODE;
 use crate::disk_spec::DiskSpec;
 use crate::disks::{self, OpenLogs};
 use crate::landlock::{AllowedPaths, Landlock};
+use crate::plan::Plan;
 use crate::privileges::{self, ServiceUser};
 
 /// The values of `--seccomp`.
@@ -146,7 +147,7 @@ impl ProcessArguments {
     /// are in `needs`. `wants_root`: a door needs root's capabilities, so they stay.
     pub(super) fn open_disks(
         &self,
-        specs: &[DiskSpec],
+        plan: &Plan,
         cpus: u8,
         names: &mut SocketNames,
         needs: &[&Path],
@@ -159,26 +160,26 @@ impl ProcessArguments {
         }
         names.hand_over().map_err(CommandError::failed)?;
         if !wants_root {
-            let logs: Vec<_> = specs.iter().filter_map(DiskSpec::log_directory).collect();
-            let images = specs.iter().filter_map(|spec| spec.path.as_ref());
-            let detached = specs.iter().flat_map(|spec| &spec.detached);
+            let specs = plan.disks.iter();
+            let logs: Vec<_> = specs.clone().filter_map(DiskSpec::log_directory).collect();
+            let images = specs.clone().filter_map(|spec| spec.path.as_ref());
+            let detached = specs.flat_map(|spec| &spec.detached);
             let paths = images.chain(detached).chain(&logs).map(PathBuf::as_path);
             let dropped =
                 privileges::drop_root(self.user.as_ref(), paths.chain(needs.iter().copied()));
             dropped.map_err(|error| self.cannot_become(&error))?;
         }
-        let made = disks::make_files(specs);
+        let made = disks::make_files(plan);
         let scratch = made.map_err(|error| self.cannot_open(&error))?;
-        let archived = disks::logs_to_archive(specs);
         let directories: Vec<_> = needs.iter().copied().filter(|path| path.is_dir()).collect();
-        let pushes = Pushes::start(archived, &directories, self.seccomp, self.landlock);
+        let pushes = Pushes::start(plan.archives(), &directories, self.seccomp, self.landlock);
         let pushes = pushes.map_err(CommandError::Failed)?;
-        let mut paths = AllowedPaths::of(specs);
+        let mut paths = AllowedPaths::of(&plan.disks);
         allow(&mut paths);
         paths.restrict(self.landlock);
-        let opened = disks::open(specs, cpus, scratch);
+        let opened = disks::open(plan, cpus, scratch);
         let (open, mut logs) = opened.map_err(|error| self.cannot_open(&error))?;
-        logs.keep(specs).map_err(CommandError::Failed)?;
+        logs.keep(plan).map_err(CommandError::Failed)?;
         let begun = pushes.begin(|log| logs.disk_of(log));
         begun.map_err(CommandError::Failed)?;
         pushes

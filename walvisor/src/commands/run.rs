@@ -27,12 +27,12 @@ use super::socket_names::SocketNames;
 use crate::archiving::Pushes;
 use crate::control_socket::{CONTROL_MODE, ControlledProcess, Server};
 use crate::disk_spec::{DiskArgument, DiskCommand, DiskSpec};
-use crate::disks;
 use crate::machine_memory::{check_guest_memory, machine_memory};
 use crate::metrics::{DiskMetrics, RunMetrics, render};
 use crate::metrics_server::MetricsServer;
 use crate::net_spec::{NetArgument, NetSpec};
 use crate::network::OpenNetwork;
+use crate::plan::Plan;
 use crate::size::parse_size;
 
 /// The destination of the guest's serial console.
@@ -138,7 +138,7 @@ pub struct RunArguments {
 /// # Errors
 /// If the guest cannot be started, cannot run on this machine, or reports that its kernel panicked.
 pub fn run(arguments: &RunArguments, started: Instant) -> Result<(), CommandError> {
-    check(arguments)?;
+    let plan = check(arguments)?;
     let image = LinuxImage {
         kernel: arguments.kernel.clone(),
         initrd: arguments.initrd.clone(),
@@ -166,17 +166,13 @@ pub fn run(arguments: &RunArguments, started: Instant) -> Result<(), CommandErro
     block_termination_signals().map_err(CommandError::failed)?;
     let kernel = [&arguments.kernel].into_iter().chain(&arguments.initrd);
     let kernel: Vec<_> = kernel.map(PathBuf::as_path).collect();
-    let opened = arguments.process.open_disks(
-        &arguments.disks,
-        arguments.cpus,
-        &mut names,
-        &kernel,
-        false,
-        |paths| {
-            kernel.iter().for_each(|file| paths.read(file));
-            paths.read(Path::new("/proc/cpuinfo"));
-        },
-    );
+    let opened =
+        arguments
+            .process
+            .open_disks(&plan, arguments.cpus, &mut names, &kernel, false, |paths| {
+                kernel.iter().for_each(|file| paths.read(file));
+                paths.read(Path::new("/proc/cpuinfo"));
+            });
     let (disks, logs, pushes) = opened?;
     let pushes = Arc::new(pushes);
     let checked = networks.iter_mut().try_for_each(OpenNetwork::check);
@@ -200,9 +196,9 @@ pub fn run(arguments: &RunArguments, started: Instant) -> Result<(), CommandErro
     ran.and(closed)
 }
 
-/// Refuses arguments that make no VM.
-fn check(arguments: &RunArguments) -> Result<(), CommandError> {
-    disks::check(&arguments.disks).map_err(CommandError::Usage)?;
+/// Refuses arguments that make no VM. Returns the plan of its disks.
+fn check(arguments: &RunArguments) -> Result<Plan, CommandError> {
+    let plan = Plan::new(&arguments.disks).map_err(CommandError::Usage)?;
     let memory = arguments.memory;
     check_guest_memory(memory)
         .map_err(|reason| CommandError::Usage(format!("--memory {memory}: {reason}")))?;
@@ -213,7 +209,7 @@ fn check(arguments: &RunArguments) -> Result<(), CommandError> {
              give --overcommit if the guest will not use all of it"
         )));
     }
-    Ok(())
+    Ok(plan)
 }
 
 /// Opens the links of the guest's network devices.

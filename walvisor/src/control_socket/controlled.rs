@@ -17,7 +17,7 @@ use super::exports::Exports;
 use super::looks::Looks;
 use super::stats;
 use crate::archiving::Pushes;
-use crate::disk_spec::{DiskCommand, WrittenDisk};
+use crate::disk_spec::DiskCommand;
 use crate::disks::RemovedDisk;
 
 /// What can end the process on request.
@@ -45,11 +45,12 @@ pub enum Power {
 /// Adds and removes disks of a running daemon. Can be called from any thread; calls are carried out
 /// one at a time.
 pub trait DiskHotplug: Send + Sync {
-    /// Opens a disk and serves it.
+    /// Opens the disk of a SPEC, with the defaults of the daemon's configuration file, and serves
+    /// it.
     ///
     /// # Errors
     /// One line. Nothing has changed then.
-    fn add(&self, disk: &WrittenDisk) -> Result<AddedDisk, String>;
+    fn add(&self, spec: &str) -> Result<AddedDisk, String>;
 
     /// Answers a disk's outstanding requests, ends its connections, and closes it. The caller must
     /// have dropped its [`DiskInUse`] of it.

@@ -24,7 +24,6 @@ use super::controlled::{
 };
 use super::stats;
 use crate::disk::{cache_in_force, grow, log_name, logged};
-use crate::disk_spec::WrittenDisk;
 use crate::disks::RemovedDisk;
 use crate::point::{
     given_up_json, mark_json, refuse_checkpoint, rewound_json, set_retention, snapshot_json,
@@ -65,10 +64,9 @@ impl ControlledProcess {
                  'walvisor ctl' does",
             )),
             ControlCommand::AddDisk { spec } => {
-                self.hotplug()?;
-                let disk = WrittenDisk::parse(spec, self.kind).map_err(ControlError::new)?;
+                let hotplug = self.hotplug()?;
                 self.refuse_while_paused()?;
-                let added = self.hotplug()?.add(&disk).map_err(ControlError::new)?;
+                let added = hotplug.add(spec).map_err(ControlError::new)?;
                 Ok(self.list_added(added))
             }
             ControlCommand::RemoveDisk { disk, keep_records } => {

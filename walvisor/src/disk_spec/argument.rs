@@ -10,7 +10,7 @@ use clap::{Arg, Command};
 use super::key::{Value, listed};
 use super::parse::keys_of;
 use super::spec::{BackendKind, DiskCommand, DiskSpec};
-use super::table::KEYS;
+use super::table::keys;
 
 /// Parses the value of a command's `--disk`: a SPEC, or `help`, which prints the keys that the
 /// command accepts.
@@ -54,7 +54,7 @@ pub fn disk_help(command: DiskCommand) -> String {
          backend=ram,size=SIZE[,key=value ...]\nA comma in a value is written ',,'.\n"
     );
     let mut heading = None;
-    for key in KEYS {
+    for key in keys() {
         let group = GROUPS.iter().find(|(first, _)| *first == key.name);
         heading = group.map(|(_, group)| group).or(heading);
         if keys_of(command).all(|other| other.name != key.name) {

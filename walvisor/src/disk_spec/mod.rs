@@ -10,6 +10,7 @@
 
 mod argument;
 mod key;
+mod log_options;
 mod parse;
 mod spec;
 mod table;
@@ -17,8 +18,9 @@ mod table;
 mod tests;
 
 pub use argument::{DiskArgument, disk_help, key_words};
-pub(crate) use parse::split_parts;
+pub use log_options::{Disagreement, LogOptions};
 pub use parse::{DiskSpecError, WrittenDisk};
+pub(crate) use parse::{split_keys, split_parts};
 pub use spec::{BackendKind, DiskCache, DiskCommand, DiskSpec, Fabric};
-pub use table::{LOG_KEYS, MAX_QUEUES, MAX_SERIAL_BYTES, is_backstore_name, time};
+pub use table::{MAX_QUEUES, MAX_SERIAL_BYTES, is_backstore_name, is_log_key, time};
 pub use walvisor_vmm::disk::{Notifications, TransportKind};

@@ -7,7 +7,7 @@ use walvisor_vmm::disk::DeviceKind;
 
 use super::key::{Key, listed};
 use super::spec::{BackendKind, DiskCache, DiskCommand, DiskSpec, Fabric};
-use super::table::{KEYS, LOG_KEYS};
+use super::table::{is_log_key, key, keys};
 
 /// Why a SPEC was refused. Its text is one line and names the key.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
@@ -72,7 +72,7 @@ pub enum DiskSpecError {
 /// The keys that `command` accepts. For `serve`, whose disks name their doors, these are the keys
 /// of all doors.
 pub(super) fn keys_of(command: DiskCommand) -> impl Iterator<Item = &'static Key> {
-    KEYS.iter().filter(move |key| match command {
+    keys().filter(move |key| match command {
         DiskCommand::Serve => DiskCommand::DOORS
             .iter()
             .any(|door| key.commands.contains(door)),
@@ -157,14 +157,16 @@ impl WrittenDisk {
     }
 
     /// Whether this, from a file with defaults, is what `other` says. What belongs to a log is said
-    /// by the first of its disks, so `other` may lack it.
+    /// by one of its disks, so `other` may lack it.
     pub fn describes(&self, other: &Self) -> bool {
-        let has = |name: &str| other.keys.iter().any(|(key, _)| key == name);
-        let mut keys = self.keys.clone();
-        keys.retain(|(key, _)| has(key) || !LOG_KEYS.contains(&key.as_str()));
-        let said = DiskSpec::from_keys(&keys, other.spec.door);
         let sorted = |keys: &[(String, String)]| BTreeSet::from_iter(keys.iter().cloned());
-        sorted(&keys) == sorted(&other.keys) || said.as_ref() == Ok(&other.spec)
+        let log_options = other.spec.log_options.clone();
+        let covered = self.spec.log_options.covers(&log_options).is_ok();
+        let like_other = DiskSpec {
+            log_options,
+            ..self.spec.clone()
+        };
+        sorted(&self.keys) == sorted(&other.keys) || covered && like_other == other.spec
     }
 
     /// The SPEC.
@@ -203,7 +205,7 @@ impl DiskSpec {
         };
         let mut given: Vec<&'static Key> = Vec::new();
         for (name, value) in keys {
-            let Some(key) = KEYS.iter().find(|key| key.name == name) else {
+            let Some(key) = key(name) else {
                 let key = name.to_owned();
                 return Err(DiskSpecError::UnknownKey { key, command });
             };
@@ -260,13 +262,12 @@ impl DiskSpec {
         let backend = of_backend(own).or(of_backend(defaults)).unwrap_or_default();
         let fits = |key: &Key| key.commands.contains(&door) && key.backends.contains(&backend);
         let taken = |(name, _): &&(String, String)| {
-            let key = KEYS.iter().find(|key| key.name == name);
             // An unknown key is refused later.
-            let fits = door == DiskCommand::Serve || key.is_none_or(fits);
+            let fits = door == DiskCommand::Serve || key(name).is_none_or(fits);
             let instead = match name.as_str() {
                 "socket" => has("port"),
                 "port" | "address" => has("socket"),
-                _ => false,
+                name => has("at") && is_of_writes(name),
             };
             fits && !instead && !has(name)
         };
@@ -277,19 +278,10 @@ impl DiskSpec {
     }
 }
 
-/// Keys that matter only to a log that is written.
-const COMMITS: [&str; 10] = [
-    "cache",
-    "answer",
-    "commit-wait-usec",
-    "commit-wait-count",
-    "close-seconds",
-    "spill-limit",
-    "archive",
-    "archive-interval",
-    "archive-sync",
-    "archive-limit",
-];
+/// Whether a key matters only to a log that is written.
+fn is_of_writes(name: &str) -> bool {
+    ["cache", "answer"].contains(&name) || is_log_key(name) && name != "index-memory"
+}
 
 /// Refuses keys of another backend, keys that contradict each other, and missing keys.
 fn check(spec: &DiskSpec, given: &[&'static Key]) -> Result<(), DiskSpecError> {
@@ -344,10 +336,9 @@ fn check(spec: &DiskSpec, given: &[&'static Key]) -> Result<(), DiskSpecError> {
             "scratch=on is for a disk as of an earlier point: give at=AT too",
         ),
         (
-            spec.at.is_some() && COMMITS.iter().any(|name| has(name)),
-            "at= reads a log without writing it: leave cache=, answer=, commit-wait-usec=, \
-             commit-wait-count=, close-seconds=, spill-limit=, archive=, archive-interval=, \
-             archive-sync= and archive-limit= out",
+            spec.at.is_some() && given.iter().any(|key| is_of_writes(key.name)),
+            "at= reads a log without writing it: leave cache=, answer= and the keys of the log out, \
+             except index-memory=",
         ),
         (
             spec.in_order && spec.device == DeviceKind::Scsi,

@@ -6,8 +6,10 @@ use std::time::Duration;
 
 use walvisor_devices::backend::{Answer, SECTOR_SIZE};
 use walvisor_devices::throttle::{DEFAULT_WEIGHT, Limits};
-use walvisor_storage::{CommitWait, FullLogPolicy, ImageFormat, Point, Retention};
+use walvisor_storage::{ImageFormat, Point};
 use walvisor_vmm::disk::{DeviceKind, Notifications, TransportKind};
+
+use super::log_options::LogOptions;
 
 /// Queue size if none is given.
 const DEFAULT_QUEUE_SIZE: u16 = 256;
@@ -164,33 +166,8 @@ pub struct DiskSpec {
     pub size: Option<u64>,
     /// Limits on requests and bytes per second.
     pub limits: Limits,
-    /// How long the log's commit groups wait for more FLUSHes to join them.
-    pub commit_wait: CommitWait,
-    /// How long closing may copy the log to the images; `None`: as another disk of the log says, or
-    /// 10 seconds.
-    pub close_time: Option<Duration>,
-    /// How much history the log keeps; `None`: as another disk of the log says, or as the log was
-    /// last set.
-    pub retain: Option<Retention>,
-    /// Memory limit of the log's index in bytes; `None`: as another disk of the log says, or 64
-    /// MiB.
-    pub index_memory: Option<u64>,
-    /// Most bytes in the spill file of a disk of the log. `None`: nothing was said.
-    pub spill_limit: Option<u64>,
-    /// What writes and FLUSHes do while the log is full and cannot be emptied; `None`: as another
-    /// disk of the log says, or they fail.
-    pub on_full: Option<FullLogPolicy>,
-    /// The address of the archive to which the log's push sends it; `None`: as another disk of the
-    /// log says, or it is not archived.
-    pub archive: Option<String>,
-    /// How often the push sends what is new; `None`: as another disk of the log says, or each
-    /// second.
-    pub archive_interval: Option<Duration>,
-    /// A FLUSH waits for the archive.
-    pub archive_sync: bool,
-    /// Writes wait while the archive lacks so many bytes of log; `None`: as another disk of the log
-    /// says, or they don't.
-    pub archive_limit: Option<u64>,
+    /// What the disk says of its log.
+    pub log_options: LogOptions,
     /// Images of disks on the log that nobody uses in this process, and to which the log may copy
     /// its records of them.
     pub detached: Vec<PathBuf>,
@@ -241,16 +218,7 @@ impl Default for DiskSpec {
                 weight: DEFAULT_WEIGHT,
                 ..Limits::default()
             },
-            commit_wait: CommitWait::default(),
-            close_time: None,
-            retain: None,
-            index_memory: None,
-            spill_limit: None,
-            archive: None,
-            archive_interval: None,
-            archive_sync: false,
-            archive_limit: None,
-            on_full: None,
+            log_options: LogOptions::default(),
             detached: Vec::new(),
             socket: None,
             port: None,

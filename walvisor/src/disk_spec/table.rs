@@ -46,23 +46,22 @@ const LOGGED: &[BackendKind] = &[BackendKind::Wal];
 const IMAGE: &[BackendKind] = &[BackendKind::Wal, BackendKind::Raw];
 const MEMORY: &[BackendKind] = &[BackendKind::Ram];
 
-/// The keys that set options of the disk's log.
-pub const LOG_KEYS: [&str; 11] = [
-    "commit-wait-usec",
-    "commit-wait-count",
-    "close-seconds",
-    "index-memory",
-    "spill-limit",
-    "retain",
-    "on-full",
-    "archive",
-    "archive-interval",
-    "archive-sync",
-    "archive-limit",
-];
+/// All keys, in the order of the manual. A default of one word is a value that the key accepts.
+pub fn keys() -> impl Iterator<Item = &'static Key> {
+    DISK_KEYS.iter().chain(LOG_KEYS).chain(DOOR_KEYS)
+}
 
-/// The keys, in the order of the manual. A default of one word is a value that the key accepts.
-pub const KEYS: &[Key] = &[
+/// The key of this name.
+pub fn key(name: &str) -> Option<&'static Key> {
+    keys().find(|key| key.name == name)
+}
+
+/// Whether a key sets an option of the disk's log.
+pub fn is_log_key(name: &str) -> bool {
+    LOG_KEYS.iter().any(|key| key.name == name)
+}
+
+const DISK_KEYS: &[Key] = &[
     Key {
         name: "path",
         value: Value::Text {
@@ -356,12 +355,16 @@ pub const KEYS: &[Key] = &[
         help: "The disk's part of a thread, and of its log's room, beside other disks that have \
                work: one with 200 moves twice as many bytes as one with 100",
     },
+];
+
+/// The keys of [`LogOptions`](super::LogOptions).
+pub const LOG_KEYS: &[Key] = &[
     Key {
         name: "commit-wait-usec",
         value: Value::Number {
             least: 0,
             most: MAX_COMMIT_WAIT_US,
-            set: |spec, number| spec.commit_wait.longest = Some(Duration::from_micros(number)),
+            set: |spec, number| spec.log_options.commit_wait = Some(Duration::from_micros(number)),
         },
         default: "adaptive, from the size of recent groups",
         commands: EVERYWHERE,
@@ -374,7 +377,7 @@ pub const KEYS: &[Key] = &[
         value: Value::Number {
             least: 1,
             most: MAX_COMMIT_WAIT_COUNT,
-            set: |spec, number| spec.commit_wait.count = Some(number as u32),
+            set: |spec, number| spec.log_options.commit_count = Some(number as u32),
         },
         default: "adaptive, from the size of recent groups",
         commands: EVERYWHERE,
@@ -386,7 +389,7 @@ pub const KEYS: &[Key] = &[
         value: Value::Number {
             least: 0,
             most: MAX_CLOSE_SECONDS,
-            set: |spec, number| spec.close_time = Some(Duration::from_secs(number)),
+            set: |spec, number| spec.log_options.close_time = Some(Duration::from_secs(number)),
         },
         default: "10 seconds",
         commands: EVERYWHERE,
@@ -398,7 +401,11 @@ pub const KEYS: &[Key] = &[
         name: "retain",
         value: Value::Text {
             expected: Retention::FORMS,
-            set: |spec, text| text.parse().ok().map(|retain| spec.retain = Some(retain)),
+            set: |spec, text| {
+                text.parse()
+                    .ok()
+                    .map(|retain| spec.log_options.retain = Some(retain))
+            },
         },
         default: "as the log was last set; off for a new log",
         commands: EVERYWHERE,
@@ -410,7 +417,7 @@ pub const KEYS: &[Key] = &[
         name: "index-memory",
         value: Value::Size {
             multiple: 1 << 20,
-            set: |spec, bytes| spec.index_memory = Some(bytes),
+            set: |spec, bytes| spec.log_options.index_memory = Some(bytes),
         },
         default: "64 MiB",
         commands: EVERYWHERE,
@@ -422,7 +429,7 @@ pub const KEYS: &[Key] = &[
         name: "spill-limit",
         value: Value::Size {
             multiple: 1,
-            set: |spec, bytes| spec.spill_limit = Some(bytes),
+            set: |spec, bytes| spec.log_options.spill_limit = Some(bytes),
         },
         default: "the disk's size",
         commands: EVERYWHERE,
@@ -434,8 +441,12 @@ pub const KEYS: &[Key] = &[
     Key {
         name: "on-full",
         value: Value::Choice(&[
-            ("fail", |spec| spec.on_full = Some(FullLogPolicy::Fail)),
-            ("pause", |spec| spec.on_full = Some(FullLogPolicy::Pause)),
+            ("fail", |spec| {
+                spec.log_options.on_full = Some(FullLogPolicy::Fail)
+            }),
+            ("pause", |spec| {
+                spec.log_options.on_full = Some(FullLogPolicy::Pause)
+            }),
         ]),
         default: "fail, unless another disk of the log says pause",
         commands: EVERYWHERE,
@@ -449,7 +460,7 @@ pub const KEYS: &[Key] = &[
             expected: "s3://BUCKET/PREFIX or file:///DIRECTORY",
             set: |spec, text| {
                 let url = (!text.is_empty()).then(|| text.to_owned());
-                url.map(|url| spec.archive = Some(url))
+                url.map(|url| spec.log_options.archive = Some(url))
             },
         },
         default: "no archive, unless another disk of the log has one",
@@ -462,7 +473,7 @@ pub const KEYS: &[Key] = &[
         name: "archive-interval",
         value: Value::Text {
             expected: "a time such as 500ms, 1s or 1h",
-            set: |spec, text| time(text).map(|time| spec.archive_interval = Some(time)),
+            set: |spec, text| time(text).map(|time| spec.log_options.archive_interval = Some(time)),
         },
         default: "1 second",
         commands: EVERYWHERE,
@@ -471,7 +482,7 @@ pub const KEYS: &[Key] = &[
     },
     Key {
         name: "archive-sync",
-        value: Value::Switch(|spec, on| spec.archive_sync = on),
+        value: Value::Switch(|spec, on| spec.log_options.archive_sync = Some(on)),
         default: "off, unless another disk of the log has it on",
         commands: EVERYWHERE,
         backends: LOGGED,
@@ -481,7 +492,7 @@ pub const KEYS: &[Key] = &[
         name: "archive-limit",
         value: Value::Size {
             multiple: 1 << 20,
-            set: |spec, bytes| spec.archive_limit = Some(bytes),
+            set: |spec, bytes| spec.log_options.archive_limit = Some(bytes),
         },
         default: "none: the archive gets a hole where the log keeps less than it lacks",
         commands: EVERYWHERE,
@@ -489,6 +500,9 @@ pub const KEYS: &[Key] = &[
         help: "The log keeps what its archive lacks, and writes wait while that is so many bytes of \
             log; the log must keep history (retain=)",
     },
+];
+
+const DOOR_KEYS: &[Key] = &[
     Key {
         name: "detached",
         value: Value::Text {

@@ -8,17 +8,17 @@ use std::time::Duration;
 use clap::builder::TypedValueParser;
 use clap::error::ErrorKind;
 use walvisor_devices::backend::Answer;
-use walvisor_storage::{CommitWait, Point};
+use walvisor_storage::Point;
 
 use super::key::Key;
-use super::table::KEYS;
+use super::table::{LOG_KEYS, keys};
 use super::*;
 
 /// A command that takes every existing key of `text`, or else the last command.
 fn command(text: &str) -> DiskCommand {
     let keys = text.split(',').filter_map(|part| part.split_once('='));
     let keys: Vec<_> = keys
-        .filter_map(|(name, _)| KEYS.iter().find(|key| key.name == name))
+        .filter_map(|(name, _)| super::table::key(name))
         .collect();
     let takes = |command: &DiskCommand| keys.iter().all(|key| key.commands.contains(command));
     let found = DiskCommand::ALL.into_iter().find(takes);
@@ -55,10 +55,10 @@ fn every_key_sets_its_field() {
     assert_eq!(spec.serial.as_deref(), Some("S1"));
     let seconds = |seconds| Some(Duration::from_secs(seconds));
     let plain = parse("path=a").unwrap();
-    assert_eq!(plain.commit_wait, CommitWait::default());
+    assert_eq!(plain.log_options, LogOptions::default());
     assert_eq!((plain.block_size, plain.in_order), (512, false));
     assert_eq!(plain.notifications, Notifications::Eventfds);
-    assert_eq!((plain.close_time, plain.answer), (None, Answer::Written));
+    assert_eq!(plain.answer, Answer::Written);
     let spec =
         parse("path=a,block-size=4096,in-order=on,ioeventfd=off,worker-cpus=2-4+0,poll-usec=50");
     let spec = spec.unwrap();
@@ -68,13 +68,18 @@ fn every_key_sets_its_field() {
     assert_eq!(spec.poll, Duration::from_micros(50));
     let spec =
         parse("path=a,commit-wait-usec=500,commit-wait-count=8,close-seconds=86400").unwrap();
-    let wait = CommitWait {
-        longest: Some(Duration::from_micros(500)),
-        count: Some(8),
+    let options = LogOptions {
+        commit_wait: Some(Duration::from_micros(500)),
+        commit_count: Some(8),
+        close_time: seconds(86_400),
+        ..LogOptions::default()
     };
-    assert_eq!((spec.commit_wait, spec.close_time), (wait, seconds(86_400)));
+    assert_eq!(spec.log_options, options);
     let spec = parse("path=a,close-seconds=0,answer=memory").unwrap();
-    assert_eq!((spec.close_time, spec.answer), (seconds(0), Answer::Memory));
+    assert_eq!(
+        (spec.log_options.close_time, spec.answer),
+        (seconds(0), Answer::Memory)
+    );
     let ram = parse("backend=ram,size=64M,cache=unsafe").unwrap();
     assert_eq!((ram.backend, ram.size), (BackendKind::Ram, Some(64 << 20)));
     assert_eq!((ram.cache, ram.log_directory()), (DiskCache::Unsafe, None));
@@ -132,7 +137,7 @@ fn example(key: &Key) -> &'static str {
 #[test]
 fn a_key_is_accepted_by_its_commands_and_backends_only() {
     let mut tried = [0, 0];
-    for key in KEYS {
+    for key in keys() {
         for command in DiskCommand::ALL {
             for backend in BackendKind::ALL {
                 // The examples are the defaults where a default is a value.
@@ -173,7 +178,7 @@ fn a_key_is_accepted_by_its_commands_and_backends_only() {
 #[test]
 fn giving_a_key_its_default_changes_nothing() {
     let mut values = 0;
-    for key in KEYS.iter().filter(|key| !key.default.contains(' ')) {
+    for key in keys().filter(|key| !key.default.contains(' ')) {
         values += 1;
         let command = key.commands[0];
         let parse = |text: &str| DiskSpec::parse(text, key.commands[0]).unwrap();
@@ -187,11 +192,41 @@ fn giving_a_key_its_default_changes_nothing() {
 
 #[test]
 fn names_are_unique_and_help_is_a_phrase() {
-    for (index, key) in KEYS.iter().enumerate() {
-        assert!(KEYS[..index].iter().all(|other| other.name != key.name));
+    for (index, key) in keys().enumerate() {
+        assert!(keys().take(index).all(|other| other.name != key.name));
         assert!(!key.help.ends_with('.') && !key.commands.is_empty() && !key.backends.is_empty());
         assert!(!format!("{}{}{}", key.help, key.default, key.value.expected()).contains('|'));
     }
+}
+
+/// Each row for a log sets an option that is joined with those of the log's other disks.
+#[test]
+fn disks_of_a_log_say_different_keys_and_no_different_values() {
+    let with = |key: &Key, value: &str| parse(&format!("path=a,{}={value}", key.name)).unwrap();
+    let other = |key: &Key| match key.name {
+        "retain" => "25h",
+        "on-full" => "fail",
+        "archive" => "file:///b",
+        "archive-interval" => "2s",
+        "archive-sync" => "off",
+        "index-memory" | "spill-limit" | "archive-limit" => "2M",
+        _ => "2",
+    };
+    let mut all = LogOptions::default();
+    for key in LOG_KEYS {
+        let own = with(key, example(key)).log_options;
+        assert_eq!(
+            own.said().map(|(name, _)| name).collect::<Vec<_>>(),
+            [key.name]
+        );
+        assert_eq!(all.covers(&own).unwrap_err().values[0], "none");
+        all.join(&own).unwrap();
+        all.covers(&own).unwrap();
+        let before = all.clone();
+        let disagreement = all.join(&with(key, other(key)).log_options).unwrap_err();
+        assert_eq!((disagreement.key, &all), (key.name, &before));
+    }
+    assert_eq!(all.said().count(), LOG_KEYS.len());
 }
 
 #[test]
@@ -203,7 +238,7 @@ fn help_shows_the_keys_of_a_command() {
         let shown = shown.unwrap_err();
         assert_eq!(shown.kind(), ErrorKind::DisplayHelp);
         let shown = shown.to_string();
-        for key in KEYS {
+        for key in keys() {
             let there = shown.contains(&format!("  {}=\n      {}", key.name, key.help));
             assert_eq!(there, key.commands.contains(&command), "{}", key.name);
         }
@@ -222,7 +257,7 @@ fn page() -> String {
             names.join(", ")
         }
     };
-    for key in KEYS {
+    for key in keys() {
         let commands = key.commands.iter().map(|command| command.name());
         let commands = some(commands.collect(), DiskCommand::ALL.len());
         let backends = key.backends.iter().map(|backend| backend.name());
@@ -311,7 +346,7 @@ fn a_disk_at_a_point_is_writable_with_scratch_only() {
         Some(Point::Time(_))
     ));
     let spec = parse("path=a,at=cid:7,index-memory=2M").unwrap();
-    assert_eq!(spec.index_memory, Some(2 << 20));
+    assert_eq!(spec.log_options.index_memory, Some(2 << 20));
     for (wrong, part) in [
         ("path=a,at=noon", "at=noon: give cid:N, lsn:N"),
         ("path=a,at=cid:7,readonly=off", "leave readonly= out"),
@@ -322,6 +357,7 @@ fn a_disk_at_a_point_is_writable_with_scratch_only() {
         ("path=a,scratch=on", "give at=AT too"),
         ("path=a,at=cid:7,cache=unsafe", "leave cache="),
         ("path=a,at=cid:7,close-seconds=0", "leave cache="),
+        ("path=a,at=cid:7,retain=1h", "the keys of the log out"),
         ("path=a,at=cid:7,backend=raw", "at= is for backend=wal"),
         ("backend=ram,size=1M,at=cid:7", "at= is for backend=wal"),
     ] {

@@ -33,6 +33,7 @@ use crate::commands::process::MetricsAddress;
 use crate::control_socket::{AddedDisk, ControlledProcess};
 use crate::disk_spec::{DiskCommand, DiskSpec, DiskSpecError, WrittenDisk};
 use crate::landlock::AllowedPaths;
+use crate::plan::Plan;
 use crate::size::{human_size, parse_size};
 
 /// The file that describes the disks of a daemon.
@@ -43,6 +44,8 @@ pub(super) struct PoolFile {
     /// The door of a disk that names none.
     kind: DiskCommand,
     process: ProcessKeys,
+    /// The keys for disks that lack them, as the file had them at the start.
+    pub(super) defaults: Vec<(String, String)>,
 }
 
 /// What the file says of the process.
@@ -61,10 +64,13 @@ pub(super) struct PoolText {
 }
 
 impl PoolText {
-    /// Refuses what no daemon could serve beside `others`.
-    pub(super) fn check(&self, others: &[PoolDisk]) -> Result<(), String> {
+    /// Plans to serve what it says beside `others`.
+    ///
+    /// # Errors
+    /// If no daemon could.
+    pub(super) fn plan(&self, others: &[PoolDisk]) -> Result<Plan, String> {
         let all: Vec<_> = others.iter().cloned().chain(self.pool_disks()).collect();
-        pool::check(&all, self.process.memory_limit)
+        pool::plan(&all, self.process.memory_limit)
     }
 
     fn pool_disks(&self) -> impl Iterator<Item = PoolDisk> {
@@ -74,27 +80,28 @@ impl PoolText {
 }
 
 impl PoolFile {
-    /// Reads the file. Returns its disks too, to be served beside `others`.
+    /// Reads the file, and adds its disks to `disks`. Returns the plan of all.
     ///
     /// # Errors
     /// If it can't be read, is not TOML, or no daemon could serve what it says.
     pub(super) fn open(
         path: &Path,
         kind: DiskCommand,
-        others: &[PoolDisk],
-    ) -> Result<(Self, Vec<PoolDisk>), CommandError> {
+        disks: &mut Vec<PoolDisk>,
+    ) -> Result<(Self, Plan), CommandError> {
         let in_file = |error: String| CommandError::Failed(format!("{}: {error}", path.display()));
         let text = read(path, kind).map_err(in_file)?;
-        text.check(others).map_err(in_file)?;
-        let disks = text.pool_disks().collect();
+        let plan = text.plan(disks).map_err(in_file)?;
+        disks.extend(text.pool_disks());
         let path = std::path::absolute(path).map_err(CommandError::failed)?;
         let file = Self {
             places: links(&path),
             path,
             kind,
             process: text.process,
+            defaults: text.defaults,
         };
-        Ok((file, disks))
+        Ok((file, plan))
     }
 
     /// Where the file is. An absolute path.
@@ -160,7 +167,7 @@ impl PoolFile {
         let of_file =
             |disk: &PoolDisk| disk.origin != DiskOrigin::CommandLine && has(&wanted, disk);
         let others = staying.iter().filter(|disk| !of_file(disk)).cloned();
-        text.check(&others.collect::<Vec<_>>())?;
+        text.plan(&others.collect::<Vec<_>>())?;
         let coming: Vec<_> = wanted.iter().filter(|disk| !has(&staying, disk)).collect();
         if !coming.is_empty() {
             let running = controlled.refuse_while_paused();
@@ -188,7 +195,11 @@ impl PoolFile {
                  start"
             );
         }
-        for name in hotplug.lock().take_over(&wanted) {
+        let mut served = hotplug.lock();
+        served.defaults = text.defaults;
+        let differ = served.take_over(&wanted);
+        drop(served);
+        for name in differ {
             tracing::warn!(
                 "{file}: the keys of disk '{name}' have changed; they take effect at the next start"
             );
@@ -264,8 +275,8 @@ fn list(controlled: &ControlledProcess, added: AddedDisk) {
 /// # Errors
 /// If a daemon could not serve them.
 pub(in crate::commands) fn check(path: &Path) -> Result<usize, CommandError> {
-    let (_, disks) = PoolFile::open(path, DiskCommand::Serve, &[])?;
-    Ok(disks.len())
+    let (_, plan) = PoolFile::open(path, DiskCommand::Serve, &mut Vec::new())?;
+    Ok(plan.disks.len())
 }
 
 /// What the file describes.

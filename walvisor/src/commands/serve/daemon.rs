@@ -1,7 +1,7 @@
 //! A daemon: one process that serves disks behind any doors. Its steps from start to end:
 //!
 //! ```text
-//!   sockets of a service manager ─▶ pool::check ─▶ Shutdown::prepare ─▶ Doors::bind
+//!   sockets of a service manager ─▶ pool::plan ─▶ Shutdown::prepare ─▶ Doors::bind
 //!     ─▶ ProcessArguments::open_disks (as `walvisor run`):
 //!        no root ─▶ Pushes::start ─▶ Landlock ─▶ disks::open ─▶ Pushes::begin
 //!     ─▶ seccomp ─▶ Doors::start ─▶ Shutdown::wait ─▶ Doors::stop
@@ -39,10 +39,10 @@ use crate::commands::socket::{Sockets, remove_dead};
 use crate::commands::socket_names::SocketNames;
 use crate::control_socket::{ControlledProcess, Power, Server as ControlServer};
 use crate::disk_spec::{DiskArgument, DiskCommand, DiskSpec};
-use crate::disks::{group_by_log, longest_close_time};
 use crate::memory_limit;
 use crate::metrics::{DiskMetrics, render_served};
 use crate::metrics_server::MetricsServer;
+use crate::plan::{Plan, longest_close_time};
 use crate::point::retain_text;
 use crate::repeats;
 use crate::size::{human_size, parse_size};
@@ -120,14 +120,13 @@ impl DaemonArguments {
             .iter()
             .map(|spec| PoolDisk::of_command_line(spec.clone()))
             .collect();
-        pool::check(&disks, None).map_err(CommandError::Usage)?;
-        let pool = self
-            .config
-            .as_deref()
-            .map(|path| PoolFile::open(path, kind, &disks));
-        let (file, configured) = pool.transpose()?.unzip();
-        disks.extend(configured.into_iter().flatten());
-        let specs = pool::specs(&disks);
+        let mut plan = pool::plan(&disks, None).map_err(CommandError::Usage)?;
+        let mut file = None;
+        if let Some(path) = &self.config {
+            let (opened, all) = PoolFile::open(path, kind, &mut disks)?;
+            (file, plan) = (Some(opened), all);
+        }
+        let specs = &plan.disks;
         let opens = !self.disk_dirs.is_empty();
         if self.tls.is_given() && specs.iter().all(|spec| spec.door != DiskCommand::Nbd) {
             return Err(CommandError::Usage(
@@ -146,14 +145,14 @@ impl DaemonArguments {
         let tls = self.tls.read()?;
         // Declared first, so that a socket's name is removed after its listener is dropped.
         let mut names = SocketNames::default();
-        let mut doors = Doors::new(&specs, self.mode, opens, &tls);
+        let mut doors = Doors::new(specs, self.mode, opens, &tls);
         let limit = self.memory_limit;
         let limit = limit.or_else(|| file.as_ref()?.memory_limit());
-        let _memory = memory_limit::set(limit, &specs).map_err(CommandError::Usage)?;
+        let _memory = memory_limit::set(limit, &plan).map_err(CommandError::Usage)?;
         let metrics = self.process.metrics()?;
         self.disk_dirs.iter().for_each(|dir| remove_dead(dir));
         let shutdown = Shutdown::prepare(self, &mut names, kind, started)?;
-        doors.bind(&specs, &mut sockets, &mut names)?;
+        doors.bind(specs, &mut sockets, &mut names)?;
         let listen = file.as_ref().and_then(PoolFile::metrics_listen);
         let scraped = self
             .process
@@ -164,7 +163,7 @@ impl DaemonArguments {
         let needs: Vec<_> = needs.map(PathBuf::as_path).collect();
         let opened = self
             .process
-            .open_disks(&specs, 1, &mut names, &needs, wants_root, |paths| {
+            .open_disks(&plan, 1, &mut names, &needs, wants_root, |paths| {
                 self.disk_dirs.iter().for_each(|dir| paths.disks_in(dir));
                 doors.allow(paths);
                 file.iter().for_each(|file| file.allow(paths));
@@ -173,12 +172,11 @@ impl DaemonArguments {
         let pushes = Arc::new(pushes);
         let logs = SharedLogs::new(logs);
         let profile = doors.profile();
-        let config = file.as_ref().map(PoolFile::path);
         let served = ServedDisks::new(doors, disks);
-        let hotplug = Hotplug::new(served, &self.disk_dirs, &logs, config);
+        let hotplug = Hotplug::new(kind, served, &self.disk_dirs, &logs, file.as_ref());
         let served = seccomp::restrict(self.process.seccomp, profile, opens)
             .map_err(CommandError::failed)
-            .and_then(|()| serve(&hotplug, open))
+            .and_then(|()| serve(&hotplug, &plan, open))
             .and_then(|disks| shutdown.wait(disks, &hotplug, file, scraped, &pushes));
         let (served, ending) = match served {
             Ok((disks, ending)) => (Ok(disks), Some(ending)),
@@ -201,13 +199,15 @@ impl DaemonArguments {
 }
 
 /// Starts to serve open disks, and prints where clients find them.
-fn serve(hotplug: &Hotplug, disks: Vec<OpenDisk>) -> Result<Vec<DiskInUse>, CommandError> {
-    let mut served = hotplug.lock();
-    let specs = pool::specs(&served.disks);
-    let doors = &mut served.doors;
-    assert_eq!(specs.len(), disks.len(), "each disk is open");
+fn serve(
+    hotplug: &Hotplug,
+    plan: &Plan,
+    disks: Vec<OpenDisk>,
+) -> Result<Vec<DiskInUse>, CommandError> {
+    let doors = &mut hotplug.lock().doors;
+    assert_eq!(plan.disks.len(), disks.len(), "each disk is open");
     let (mut lines, mut in_use) = (String::new(), Vec::new());
-    for (spec, disk) in specs.iter().zip(&disks) {
+    for (spec, disk) in plan.disks.iter().zip(&disks) {
         let door = doors.of_mut(spec).map_err(CommandError::Failed)?;
         let added = door.add(spec, disk).map_err(CommandError::Failed)?;
         let size = human_size(disk.backend.sectors() * SECTOR_SIZE);
@@ -215,11 +215,9 @@ fn serve(hotplug: &Hotplug, disks: Vec<OpenDisk>) -> Result<Vec<DiskInUse>, Comm
         lines.push_str(&format!("serving {name}: {size} at {place}\n"));
         in_use.push(added.disk);
     }
-    for (log, members) in group_by_log(&specs) {
-        // `check` has refused disks of a log that disagree.
-        let mut wanted = members.iter().filter_map(|member| specs[*member].retain);
-        if let Some(retain) = wanted.next() {
-            let (log, kept) = (log.display(), retain_text(retain));
+    for log in &plan.logs {
+        if let Some(retain) = log.options.retain {
+            let (log, kept) = (log.directory.display(), retain_text(retain));
             lines.push_str(&format!("log {log}: keeps {kept}\n"));
         }
     }

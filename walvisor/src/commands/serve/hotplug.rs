@@ -17,11 +17,13 @@ use std::thread::{self, ScopedJoinHandle};
 
 use walvisor_vmm::disk::OpenDisk;
 
+use super::config::PoolFile;
 use super::door::{Doors, with_door};
 use super::pool::{self, DiskOrigin, PoolDisk, specs};
 use crate::control_socket::{AddedDisk, DiskHotplug, RemovalError, SavedPool};
-use crate::disk_spec::{DiskSpec, LOG_KEYS, WrittenDisk};
-use crate::disks::{OpenLogs, RemovedDisk, real_path};
+use crate::disk_spec::{DiskCommand, DiskSpec, WrittenDisk, split_keys};
+use crate::disks::{OpenLogs, RemovedDisk};
+use crate::plan::real_path;
 
 /// The logs of a daemon, which the main thread closes at the end. To open a log and to copy its
 /// records to an image may take long, so each has a lock of its own.
@@ -115,6 +117,8 @@ pub(super) struct ServedDisks {
     pub(super) doors: Doors,
     /// The disks, oldest first.
     pub(super) disks: Vec<PoolDisk>,
+    /// The keys that the file of `--config` has for disks that lack them.
+    pub(super) defaults: Vec<(String, String)>,
     /// The disks that are being opened or closed, which may take long.
     changing: Vec<PoolDisk>,
 }
@@ -124,6 +128,7 @@ impl ServedDisks {
         Self {
             doors,
             disks,
+            defaults: Vec::new(),
             changing: Vec::new(),
         }
     }
@@ -149,18 +154,6 @@ impl ServedDisks {
     }
 }
 
-/// A disk without the keys of its log that a served disk has said already, in the same words: it
-/// joins that log, and can't set them.
-fn spec_to_open(served: &ServedDisks, disk: &PoolDisk) -> DiskSpec {
-    let (spec, log) = (disk.spec(), OpenLogs::directory_of(disk.spec()));
-    let shares = |other: &&PoolDisk| log.is_some() && OpenLogs::directory_of(other.spec()) == log;
-    let others = served.disks.iter().filter(shares);
-    let said: Vec<_> = others.flat_map(|other| &other.written.keys).collect();
-    let mut keys = disk.written.keys.clone();
-    keys.retain(|key| !LOG_KEYS.contains(&key.0.as_str()) || !said.contains(&key));
-    DiskSpec::from_keys(&keys, spec.door).unwrap_or_else(|_| spec.clone())
-}
-
 /// Adds disks to a daemon, and removes them. Copies share the disks. No lock that others need is
 /// held while a disk is opened or closed.
 #[derive(Clone)]
@@ -171,17 +164,22 @@ pub(super) struct Hotplug {
     disk_dirs: Vec<PathBuf>,
     /// The file of `--config`. An absolute path.
     config: Option<PathBuf>,
+    /// The door of a disk that names none.
+    kind: DiskCommand,
 }
 
 impl Hotplug {
     pub(super) fn new(
-        served: ServedDisks,
+        kind: DiskCommand,
+        mut served: ServedDisks,
         disk_dirs: &[PathBuf],
         logs: &SharedLogs,
-        config: Option<&Path>,
+        file: Option<&PoolFile>,
     ) -> Self {
+        served.defaults = file.map_or_else(Vec::new, |file| file.defaults.clone());
         Self {
-            config: config.map(Path::to_owned),
+            kind,
+            config: file.map(|file| file.path().to_owned()),
             served: Arc::new(Mutex::new(served)),
             logs: logs.clone(),
             disk_dirs: disk_dirs.to_vec(),
@@ -261,7 +259,7 @@ impl Hotplug {
         let mut all: Vec<_> = others.filter(stays).cloned().collect();
         let others = with_door(spec.door, &specs(&all));
         all.push(disk.clone());
-        pool::check(&all, None)?;
+        pool::plan(&all, None)?;
         let socket = door.check_added(spec, &others)?;
         let log = spec.log_directory();
         let log = log.filter(|_| !self.logs.of(spec).open.load(Ordering::SeqCst));
@@ -291,7 +289,7 @@ impl Hotplug {
     ) -> Result<OpenedDisk<'_>, String> {
         let mut served = self.lock();
         self.check(&served, &disk, leaving)?;
-        let spec = spec_to_open(&served, &disk);
+        let spec = disk.spec().clone();
         let change = self.change(&mut served, disk);
         drop(served);
         let open = self.logs.of(&spec).with(|log| log.add(&spec, 1))?;
@@ -434,8 +432,11 @@ impl DiskHotplug for Hotplug {
         Some(SavedPool { file, disks })
     }
 
-    fn add(&self, disk: &WrittenDisk) -> Result<AddedDisk, String> {
-        let disk = PoolDisk::new(disk.clone(), DiskOrigin::Control);
+    fn add(&self, spec: &str) -> Result<AddedDisk, String> {
+        let own = split_keys(spec).map_err(|error| error.to_string())?;
+        let keys = DiskSpec::with_defaults(&own, &self.lock().defaults, self.kind);
+        let disk = WrittenDisk::new(keys, self.kind).map_err(|error| error.to_string())?;
+        let disk = PoolDisk::new(disk, DiskOrigin::Control);
         self.open(disk, &[])?.serve()
     }
 

@@ -14,7 +14,7 @@ use crate::commands::socket::Sockets;
 use crate::commands::socket_names::SocketNames;
 use crate::control_socket::{AddedDisk, RemovalError};
 use crate::disk_spec::{DiskCommand, DiskSpec};
-use crate::disks;
+use crate::plan::real_path;
 
 /// TLS of NBD disks.
 #[derive(Args, Debug)]
@@ -230,7 +230,7 @@ fn same_name(name: &str) -> String {
 
 fn place(spec: &DiskSpec) -> Result<ListenAddress, String> {
     match (&spec.socket, spec.port) {
-        (Some(path), _) => Ok(ListenAddress::Unix(disks::real_path(path))),
+        (Some(path), _) => Ok(ListenAddress::Unix(real_path(path))),
         (None, Some(port)) => Ok(ListenAddress::Tcp(SocketAddr::new(spec.address, port))),
         (None, None) => Err(format!(
             "disk '{}' has no address to be served at: give socket=PATH, or port=N (10809 is \

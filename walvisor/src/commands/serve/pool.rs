@@ -1,9 +1,9 @@
-//! The disks of a daemon, and the one check of them.
+//! The disks of a daemon, and the one plan of them.
 //!
 //! ```text
 //!   config check ─────────────────────────────────┐
 //!   start: --disk, the file of --config ──────────┤
-//!   SIGHUP: what stays, and the file ─────────────┼─▶ check
+//!   SIGHUP: what stays, and the file ─────────────┼─▶ plan
 //!   add-disk: what is served, and one more ───────┤
 //!   save: what the file would say ────────────────┘
 //! ```
@@ -14,8 +14,8 @@ use walvisor_devices::nbd::Tls;
 
 use super::door::Doors;
 use crate::disk_spec::{DiskSpec, WrittenDisk};
-use crate::disks::{self, real_path};
 use crate::memory_limit;
+use crate::plan::{Plan, look_for_log, real_path};
 
 /// Who has named a disk.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -59,7 +59,7 @@ impl PoolDisk {
         let said = keys.iter().find(|(key, _)| key == "at");
         // The check of all disks holds a lock, so it does not look.
         if let Some(log) = spec.log_directory() {
-            disks::look_for_log(&log);
+            look_for_log(&log);
         }
         let identity = match (&spec.path, &spec.at) {
             (Some(path), None) => DiskIdentity::Image(real_path(path)),
@@ -119,12 +119,12 @@ pub(super) fn specs(disks: &[PoolDisk]) -> Vec<DiskSpec> {
     disks.iter().map(|disk| disk.spec().clone()).collect()
 }
 
-/// Refuses disks that no daemon could serve together, or not with the memory that their file gives
-/// it. Nothing is opened.
+/// Plans to serve disks together. Nothing is opened.
 ///
 /// # Errors
-/// One line that names the disks.
-pub(super) fn check(disks: &[PoolDisk], memory_limit: Option<u64>) -> Result<(), String> {
+/// One line that names the disks: no daemon could serve them together, or not with the memory that
+/// their file gives it.
+pub(super) fn plan(disks: &[PoolDisk], memory_limit: Option<u64>) -> Result<Plan, String> {
     let pairs = || {
         let places = disks.iter().enumerate();
         places.flat_map(|(place, disk)| disks[..place].iter().map(move |other| (disk, other)))
@@ -138,7 +138,7 @@ pub(super) fn check(disks: &[PoolDisk], memory_limit: Option<u64>) -> Result<(),
     let specs = specs(disks);
     let doors = Doors::new(&specs, 0o600, false, &Tls::Off);
     doors.check(&specs)?;
-    disks::check(&specs)?;
+    let plan = Plan::new(&specs)?;
     // Exports of several sockets may have one name, as long as no file names the disks: what comes
     // and goes with a file is found by its name.
     let from_words = |disk: &PoolDisk| disk.origin == DiskOrigin::CommandLine;
@@ -154,8 +154,9 @@ pub(super) fn check(disks: &[PoolDisk], memory_limit: Option<u64>) -> Result<(),
             doors.of(disk.spec())?.name_key()
         ));
     }
-    let memory = memory_limit.map_or(Ok(()), |limit| memory_limit::check(limit, &specs));
-    memory.map_err(|error| format!("[defaults]: memory-limit: {error}"))
+    let memory = memory_limit.map_or(Ok(()), |limit| memory_limit::check(limit, &plan));
+    memory.map_err(|error| format!("[defaults]: memory-limit: {error}"))?;
+    Ok(plan)
 }
 
 #[cfg(test)]
@@ -196,7 +197,7 @@ mod tests {
     #[test]
     fn two_disks_have_two_names_and_two_images() {
         let both = |texts: [&str; 2], part: &str| {
-            let error = check(&texts.map(disk), None).unwrap_err();
+            let error = plan(&texts.map(disk), None).unwrap_err();
             assert!(error.contains(part), "{texts:?}: {error}");
         };
         both(
@@ -222,8 +223,8 @@ mod tests {
         );
         let looks =
             ["1", "2"].map(|n| disk(&format!("path=a,door=nbd,port=1,at=cid:{n},serial={n}")));
-        check(&looks, None).unwrap();
-        let error = check(&looks, Some(1 << 20)).unwrap_err();
+        plan(&looks, None).unwrap();
+        let error = plan(&looks, Some(1 << 20)).unwrap_err();
         assert!(error.contains("need"), "{error}");
     }
 }

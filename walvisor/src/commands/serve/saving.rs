@@ -16,8 +16,8 @@ use toml_edit::{DocumentMut, Item, RawString, Table, TomlError};
 use super::config::{PoolText, parse};
 use super::pool::{DiskOrigin, PoolDisk};
 use crate::commands::CommandError;
-use crate::disk_spec::{DiskCommand, DiskSpec, LOG_KEYS, WrittenDisk};
-use crate::disks::real_path;
+use crate::disk_spec::{DiskCommand, DiskSpec, LogOptions, WrittenDisk};
+use crate::plan::real_path;
 
 /// What a daemon says of its pool.
 pub(in crate::commands) struct ServedPool<'a> {
@@ -140,11 +140,11 @@ fn change(text: &str, served: &ServedPool<'_>) -> Result<(String, SavedChanges),
     document.set_trailing(comments);
     let changed = document.to_string();
     // What was written must be read.
-    parse(&changed, served.kind)?.check(&[])?;
+    parse(&changed, served.kind)?.plan(&[])?;
     Ok((changed, SavedChanges { added, removed }))
 }
 
-/// The keys with which the disk is what it is, although the file has defaults.
+/// The fewest keys with which the disk is what it is, although the file has defaults.
 fn beside_defaults(
     WrittenDisk {
         keys: own,
@@ -154,33 +154,40 @@ fn beside_defaults(
     others: &[DiskSpec],
     kind: DiskCommand,
 ) -> Result<Vec<(String, String)>, String> {
-    let log = wanted.log_directory();
+    let mut fewest = own.clone();
+    fewest.retain(|key| !defaults.contains(key));
     let mut with_log = own.clone();
-    if wanted.log.is_none()
-        && let Some(log) = &log
-    {
-        with_log.push(("log".to_owned(), log.display().to_string()));
-    }
+    let log = wanted.log_directory().filter(|_| wanted.log.is_none());
+    with_log.extend(log.map(|log| ("log".to_owned(), log.display().to_string())));
     // What belongs to a log is said by its other disks too.
-    let real = |spec: &DiskSpec| spec.log_directory().map(|log| real_path(&log));
-    let shares = log.is_some() && others.iter().any(|other| real(other) == real(wanted));
-    let mut refused = None;
-    for keys in [own.clone(), with_log] {
-        let all = DiskSpec::with_defaults(&keys, defaults, kind);
-        let mut from_file = all[keys.len()..].iter();
-        let same = |(key, value): &(String, String)| {
-            let more = [&keys[..], &[(key.clone(), value.clone())]].concat();
-            let both = (
-                DiskSpec::from_keys(&more, kind),
-                DiskSpec::from_keys(&keys, kind),
-            );
-            both.0 == both.1 || shares && LOG_KEYS.contains(&key.as_str())
-        };
-        match from_file.find(|default| !same(default)) {
-            None => return Ok(keys),
-            Some((key, value)) => refused = Some(format!("{key}={value}")),
+    let place = |spec: &DiskSpec| spec.log_directory().map(|log| real_path(&log));
+    let place_of_log = place(wanted).filter(|_| wanted.at.is_none());
+    let shares = place_of_log.is_some() && others.iter().any(|other| place(other) == place_of_log);
+    // A point such as -15m is another one each time.
+    let described = |keys: &[(String, String)]| {
+        let keys: Vec<_> = keys
+            .iter()
+            .filter(|(key, _)| key != "at")
+            .cloned()
+            .collect();
+        let mut spec = DiskSpec::from_keys(&keys, kind).ok()?;
+        spec.log = spec.log_directory();
+        if shares {
+            spec.log_options = LogOptions::default();
+        }
+        Some(spec)
+    };
+    for keys in [fewest, own.clone(), with_log.clone()] {
+        if described(&DiskSpec::with_defaults(&keys, defaults, kind)) == described(own) {
+            return Ok(keys);
         }
     }
+    let all = DiskSpec::with_defaults(&with_log, defaults, kind);
+    let refused = all[with_log.len()..].iter().find(|default| {
+        let one = [&with_log[..], &[(*default).clone()]].concat();
+        described(&one) != described(&with_log)
+    });
+    let refused = refused.map(|(key, value)| format!("{key}={value}"));
     Err(format!(
         "[defaults] would set {}: add the disk again with that key spelled out",
         refused.unwrap_or_default()
@@ -214,7 +221,7 @@ mod tests {
         assert_eq!((text.as_str(), saved.removed.len()), (FILE, 0));
         let (text, saved) = changed(FILE, &[A, "path=c,,1,log=pool.wal,socket=s"]).unwrap();
         let without = FILE.replace(" [[disk]] # b\npath = 'b'\nserial = 'x'\n", "");
-        let table = "\n[[disk]]\npath = \"c,1\"\nlog = \"pool.wal\"\nsocket = \"s\"\n";
+        let table = "\n[[disk]]\npath = \"c,1\"\n";
         assert_eq!(text, format!("{without}{table}"));
         assert_eq!(
             (saved.added, saved.removed),

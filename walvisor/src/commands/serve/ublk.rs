@@ -21,6 +21,7 @@ use crate::commands::socket_names::SocketNames;
 use crate::control_socket::{AddedDisk, RemovalError};
 use crate::disk_spec::{BackendKind, DiskCache, DiskCommand, DiskSpec};
 use crate::disks::{self, disk_name};
+use crate::plan::real_path;
 
 /// The arguments of `walvisor serve ublk`.
 #[derive(Args, Debug)]
@@ -237,7 +238,7 @@ fn is_ours(identity: u64) -> bool {
 
 /// What the next daemon finds the disk's device by.
 fn identity(spec: &DiskSpec) -> u64 {
-    let image = spec.path.as_deref().map(disks::real_path);
+    let image = spec.path.as_deref().map(real_path);
     let at = spec.at.as_ref().map(|at| format!("{at:?}"));
     let hash = disks::identity(&disk_name(spec), &format!("{image:?}\0{at:?}"));
     OURS | hash & !(0xffff << 48)

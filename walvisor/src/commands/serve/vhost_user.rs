@@ -22,6 +22,7 @@ use crate::commands::socket_names::SocketNames;
 use crate::control_socket::{AddedDisk, RemovalError};
 use crate::disk_spec::{DiskCommand, DiskSpec};
 use crate::disks::{self, disk_name};
+use crate::plan::real_path;
 
 /// The vhost-user server, and the sockets of its disks.
 pub(super) struct VhostUserDoor {
@@ -349,7 +350,7 @@ fn is_at(spec: &DiskSpec, socket: &Path) -> bool {
 /// The socket of a disk, with links resolved.
 fn place(spec: &DiskSpec) -> Result<PathBuf, String> {
     match &spec.socket {
-        Some(socket) => Ok(disks::real_path(socket)),
+        Some(socket) => Ok(real_path(socket)),
         None => Err(format!(
             "disk '{}' has no socket to be served at: give socket=PATH",
             spec.name()

@@ -7,13 +7,14 @@ use walvisor_devices::backend::MAX_REQUEST_BYTES;
 use crate::disk_spec::{DiskSpec, is_backstore_name};
 use crate::disks;
 use crate::lio::BackstoreSpec;
+use crate::plan::real_path;
 
 /// The properties of each disk's back store. Refuses disks with equal names.
 pub(super) fn backstore_specs(specs: &[DiskSpec]) -> Result<Vec<BackstoreSpec>, String> {
     let mut all: Vec<BackstoreSpec> = Vec::new();
     for spec in specs {
         let image = match &spec.path {
-            Some(path) => disks::real_path(path).display().to_string(),
+            Some(path) => real_path(path).display().to_string(),
             None => "ram".to_owned(),
         };
         let name = backstore_name(spec)?;
