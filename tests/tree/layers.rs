@@ -74,6 +74,7 @@ const WALVISOR: &str = "
     point privileges processor_time progress repeats size table
     landlock lio
     archiving
+    plan
     demo disks metrics
     memory_limit
     control_socket

@@ -265,7 +265,7 @@ fn known_logs() -> MutexGuard<'static, BTreeMap<PathBuf, PathBuf>> {
 }
 
 /// The directory of a log, with links resolved as they were when a disk last
-/// [named](look_for_log) it.
+/// named it.
 pub fn real_log(log: &Path) -> PathBuf {
     let known = known_logs().get(log).cloned();
     // Looks without the lock.

@@ -18,6 +18,7 @@ use crate::keeper::machine::CopyEvent;
 use crate::log::disk_state::DiskState;
 use crate::log::orders::DiskAdoption;
 use crate::log::pipeline::{MarkCommit, Modification};
+use crate::medium::filesystem::{OpenMode, files};
 use crate::mutant::{Mutant, planted};
 use crate::sync::Arc;
 use crate::sync::atomic::Ordering;
@@ -42,6 +43,7 @@ impl Keeper {
         };
         if let Some(place) = self.disks.iter().position(detached) {
             if self.log.lock().keeps_history() {
+                self.refuse_other_file(&self.disks[place], &options.path)?;
                 return self.reattach(place, options);
             }
             let disk = self.disks[place].clone();
@@ -71,6 +73,29 @@ impl Keeper {
         let at = state.pipeline.append(disk, mark);
         disk.last_lsn.store(at, Ordering::Release);
         Ok(())
+    }
+
+    /// Refuses a file at the path of a detached disk if it is another one than the disk's image,
+    /// which is open.
+    fn refuse_other_file(&self, disk: &DiskState, path: &Path) -> Result<()> {
+        let there = files()
+            .open(path, OpenMode::Read)
+            .and_then(|file| file.inode());
+        let there = there.map_err(|error| Error::io("open the disk", path, error))?;
+        let held = disk.base.file().inode();
+        let held = held.map_err(|error| Error::io("identify the disk", path, error))?;
+        if (held.device, held.number) == (there.device, there.number) {
+            return Ok(());
+        }
+        let (path, dir) = (path.display(), self.log.dir.display());
+        Err(Error::new(
+            ErrorKind::WrongLog,
+            format!(
+                "{path}: another file than the image of the disk that was here, of which the log in \
+                 {dir} keeps records; put that image back, or choose another path, or, once the log \
+                 is closed, discard those records with: walvisor disk discard {path} --log {dir}"
+            ),
+        ))
     }
 
     /// Reopens a detached disk.

@@ -22,6 +22,7 @@ pub fn of(page: &str) -> &'static [&'static str] {
             "walvisor disk create disk.img --size 1G",
             "walvisor disk create b.img --size 1G --log disk.img.wal --retain 24h",
         ],
+        "walvisor-disk-list" => &["walvisor disk list", "walvisor disk list disk.img.wal"],
         "walvisor-disk-info" => &["walvisor disk info disk.img"],
         "walvisor-disk-import" => &["walvisor disk import new.img raw.img"],
         "walvisor-disk-export" => &["walvisor disk export disk.img backup.img"],

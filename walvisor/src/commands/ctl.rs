@@ -91,19 +91,35 @@ fn save(socket: &Path, file: &Path, json: bool) -> Result<(), CommandError> {
     let kinds = DiskCommand::DOORS.into_iter().chain([DiskCommand::Serve]);
     let mut kinds = kinds.filter(|kind| answer["kind"] == kind.name());
     let disks = || answer["disks"].as_array().into_iter().flatten();
+    let detached = answer["detached"].as_array().into_iter().flatten();
     let served = ServedPool {
         config: Path::new(answer["config"].as_str().unwrap_or_default()),
         kind: kinds.next().unwrap_or(DiskCommand::Serve),
-        disks: disks().map(|disk| text(&disk["spec"])).collect(),
+        disks: disks()
+            .map(|disk| (text(&disk["spec"]), disk["log"].as_str().map(PathBuf::from)))
+            .collect(),
+        detached: detached
+            .map(|left| (text(&left["log"]).into(), text(&left["image"])))
+            .collect(),
     };
     let saved = saving::save(file, &served)?;
     // A daemon that has ended meanwhile reads the file when it starts.
     let _ = config(disks().map(|disk| text(&disk["disk"])).collect());
     let line = if json {
-        let done = json!({ "config": file, "added": saved.added, "removed": saved.removed });
+        let done = json!({
+            "config": file,
+            "added": saved.added,
+            "removed": saved.removed,
+            "detached": saved.detached,
+        });
         format!("{done}\n")
     } else {
-        let parts = [("added", saved.added), ("removed", saved.removed)];
+        let parts = [
+            ("added", saved.added),
+            ("removed", saved.removed),
+            ("detached", saved.detached),
+            ("to be detached= of a --disk on its log:", saved.unnamed),
+        ];
         let parts = parts.into_iter().filter(|(_, names)| !names.is_empty());
         let parts: Vec<_> = parts
             .map(|(how, names)| format!("{how} {}", names.join(", ")))

@@ -1,6 +1,7 @@
 //! `walvisor disk`: makes, inspects and changes disks, without a guest.
 
 mod changes;
+mod list;
 mod look;
 mod membership;
 mod path;
@@ -23,7 +24,10 @@ use crate::control_socket::ControlCommand;
 use crate::point::{
     history_json, history_text, refuse_checkpoint, retain_text, snapshot_json, time_text,
 };
-use crate::size::{human_size, parse_size};
+use crate::size::{human_size, parse_size, show_size};
+
+/// The segments of a log that is smaller than eight of the usual size, in bytes.
+const SMALL_SEGMENT: u64 = 16 << 20;
 
 /// Arguments of `walvisor disk`.
 #[derive(Debug, Args)]
@@ -43,11 +47,11 @@ enum DiskAction {
         /// on of 1000.
         #[arg(long, value_parser = parse_size)]
         size: u64,
-        /// How much history the log keeps, for all its disks: off, all, a time such as 24h or 15m,
-        /// or a size such as 50G [default: off, or as an existing log is set].
-        #[arg(long)]
-        retain: Option<Retention>,
+        #[command(flatten)]
+        new_log: NewLog,
     },
+    /// List the disks of a log, or of the logs in a directory.
+    List(list::ListArguments),
     /// Show a disk and its log.
     Info {
         #[command(flatten)]
@@ -144,26 +148,83 @@ enum DiskAction {
     MoveLog(membership::MoveArguments),
 }
 
+/// What a new disk says of its log.
+#[derive(Debug, Args)]
+struct NewLog {
+    /// How much history the log keeps, for all its disks: off, all, a time such as 24h or 15m, or a
+    /// size such as 50G [default: off, or as an existing log is set].
+    #[arg(long)]
+    retain: Option<Retention>,
+    /// The size that the log may grow to, if there is none yet, at least 64M [default: 2G];
+    /// 'walvisor log resize' changes it later.
+    #[arg(long, value_name = "SIZE", value_parser = parse_size)]
+    log_size: Option<u64>,
+}
+
+impl NewLog {
+    /// The options with which the log is made, or joined.
+    ///
+    /// # Errors
+    /// If the log has a size already, or can't have the one that is asked for.
+    fn options(&self, disk: &DiskPath) -> Result<StoreOptions, CommandError> {
+        let mut options = StoreOptions {
+            retain: self.retain,
+            ..StoreOptions::default()
+        };
+        let Some(size) = self.log_size else {
+            return Ok(options);
+        };
+        let log = disk.named_log();
+        if storage::has_log(&log) {
+            let log = log.display();
+            return Err(CommandError::Failed(format!(
+                "--log-size: there is a log at {log} already: leave --log-size out, and change its \
+                 size with: walvisor log resize {log} --size SIZE"
+            )));
+        }
+        let segments = |bytes: u64| u32::try_from(size.div_ceil(bytes)).unwrap_or(u32::MAX);
+        // A request is at most a quarter of a segment.
+        if segments(options.segment_size) < 8 {
+            options.segment_size = SMALL_SEGMENT;
+        }
+        options.max_segments = segments(options.segment_size);
+        if options.max_segments < 4 {
+            return Err(CommandError::Usage(format!(
+                "--log-size: {} is too small: give at least 64M",
+                show_size(size)
+            )));
+        }
+        Ok(options)
+    }
+
+    /// Says how much history the log keeps, if that was asked for.
+    fn report(&self, disk: &DiskPath) {
+        if let Some(kept) = self.retain {
+            let (path, log) = (disk.path.display(), disk.named_log());
+            let (log, kept) = (log.display(), retain_text(kept));
+            print(format_args!("{path}: its log {log} keeps {kept}\n"));
+        }
+    }
+}
+
 /// Carries out `walvisor disk`.
 ///
 /// # Errors
 /// One line: what, where, what to do.
 pub fn run(arguments: &DiskArguments) -> Result<(), CommandError> {
     match &arguments.action {
-        DiskAction::Create { disk, size, retain } => {
-            let options = StoreOptions {
-                retain: *retain,
-                ..StoreOptions::default()
-            };
+        DiskAction::Create {
+            disk,
+            size,
+            new_log,
+        } => {
+            let options = new_log.options(disk)?;
             storage::create_disk(&disk.path, *size, &disk.named_log(), &options)
                 .map_err(CommandError::failed)?;
-            if let Some(kept) = retain {
-                let (path, log) = (disk.path.display(), disk.named_log());
-                let (log, kept) = (log.display(), retain_text(*kept));
-                print(format_args!("{path}: its log {log} keeps {kept}\n"));
-            }
+            new_log.report(disk);
             Ok(())
         }
+        DiskAction::List(arguments) => list::list(arguments),
         DiskAction::Info { shared, json } => info(shared, *json),
         DiskAction::Check {
             shared,

@@ -68,8 +68,21 @@ pub trait DiskHotplug: Send + Sync {
 pub struct SavedPool {
     /// The file. An absolute path.
     pub file: PathBuf,
-    /// The names and the SPECs of the disks: all but those of the command line.
-    pub disks: Vec<(String, String)>,
+    /// The disks: all but those of the command line.
+    pub disks: Vec<SavedDisk>,
+    /// Logs of disks that are served, and images of disks that were removed from each and of which
+    /// it keeps records.
+    pub left: Vec<(PathBuf, PathBuf)>,
+}
+
+/// A disk that a daemon's configuration file has to describe.
+pub struct SavedDisk {
+    /// Its name.
+    pub name: String,
+    /// Its SPEC.
+    pub spec: String,
+    /// The directory of its log, with links resolved.
+    pub log: Option<PathBuf>,
 }
 
 /// A disk that was added.

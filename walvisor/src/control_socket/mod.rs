@@ -35,7 +35,9 @@ pub use client::{ask, ask_on, ask_with};
 pub use command::{
     CacheChoice, ControlCommand, ControlError, DiskChoice, LimitChange, LookRequest, StatsFormat,
 };
-pub use controlled::{AddedDisk, ControlledProcess, DiskHotplug, Power, RemovalError, SavedPool};
+pub use controlled::{
+    AddedDisk, ControlledProcess, DiskHotplug, Power, RemovalError, SavedDisk, SavedPool,
+};
 pub use lines::{MAX_DEPTH, MAX_LINE};
 pub(crate) use looks::Looks;
 pub use server::{MAX_CLIENTS, Server};

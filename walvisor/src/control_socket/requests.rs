@@ -390,18 +390,25 @@ impl ControlledProcess {
 
     /// The configuration file, and what it has to say.
     fn config(&self, saved: &[String]) -> Result<Value, ControlError> {
-        let SavedPool { file, disks } = self.hotplug()?.config(saved).ok_or_else(|| {
+        let SavedPool { file, disks, left } = self.hotplug()?.config(saved).ok_or_else(|| {
             ControlError::new(
                 "this daemon has no configuration file: start it with --config FILE, or give it \
                  other --disk the next time",
             )
         })?;
         let disks = disks.iter();
-        let disks = disks.map(|(name, spec)| json!({ "disk": name, "spec": spec }));
+        let path = |path: &Path| path.display().to_string();
+        let disks = disks.map(|disk| {
+            let log = disk.log.as_deref().map(path);
+            json!({ "disk": disk.name, "spec": disk.spec, "log": log })
+        });
+        let left = left.iter();
+        let left = left.map(|(log, image)| json!({ "log": path(log), "image": path(image) }));
         Ok(json!({
             "config": file,
             "kind": self.kind.name(),
             "disks": disks.collect::<Vec<_>>(),
+            "detached": left.collect::<Vec<_>>(),
         }))
     }
 

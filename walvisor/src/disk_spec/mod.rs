@@ -20,7 +20,7 @@ mod tests;
 pub use argument::{DiskArgument, disk_help, key_words};
 pub use log_options::{Disagreement, LogOptions};
 pub use parse::{DiskSpecError, WrittenDisk};
-pub(crate) use parse::{split_keys, split_parts};
+pub(crate) use parse::{split_keys, split_parts, take_size};
 pub use spec::{BackendKind, DiskCache, DiskCommand, DiskSpec, Fabric};
 pub use table::{MAX_QUEUES, MAX_SERIAL_BYTES, is_backstore_name, is_log_key, time};
 pub use walvisor_vmm::disk::{Notifications, TransportKind};

@@ -157,16 +157,26 @@ impl WrittenDisk {
     }
 
     /// Whether this, from a file with defaults, is what `other` says. What belongs to a log is said
-    /// by one of its disks, so `other` may lack it.
+    /// by one of its disks, so `other` may lack it; which images are detached changes with the disks
+    /// that are removed.
     pub fn describes(&self, other: &Self) -> bool {
-        let sorted = |keys: &[(String, String)]| BTreeSet::from_iter(keys.iter().cloned());
         let log_options = other.spec.log_options.clone();
         let covered = self.spec.log_options.covers(&log_options).is_ok();
         let like_other = DiskSpec {
             log_options,
+            detached: other.spec.detached.clone(),
             ..self.spec.clone()
         };
-        sorted(&self.keys) == sorted(&other.keys) || covered && like_other == other.spec
+        self.says(other) || covered && like_other == other.spec
+    }
+
+    /// Whether both say the same in the same words, except for detached images.
+    pub fn says(&self, other: &Self) -> bool {
+        let said = |disk: &Self| {
+            let keys = disk.keys.iter().filter(|(key, _)| key != "detached");
+            keys.cloned().collect::<BTreeSet<_>>()
+        };
+        said(self) == said(other)
     }
 
     /// The SPEC.
@@ -174,6 +184,32 @@ impl WrittenDisk {
         let part = |(key, value): &(String, String)| format!("{key}={value}").replace(',', ",,");
         let parts: Vec<_> = self.keys.iter().map(part).collect();
         parts.join(",")
+    }
+}
+
+/// Takes `size` out of the keys of a disk with an image. Returns the size in bytes.
+///
+/// # Errors
+/// If it is no size of a disk, or is there twice.
+pub fn take_size(keys: &mut Vec<(String, String)>) -> Result<Option<u64>, DiskSpecError> {
+    let in_memory = ("backend".to_owned(), BackendKind::Ram.name().to_owned());
+    let place = keys.iter().position(|(name, _)| name == "size");
+    let Some(place) = place.filter(|_| !keys.contains(&in_memory)) else {
+        return Ok(None);
+    };
+    let (name, value) = keys.remove(place);
+    if keys.iter().any(|(other, _)| *other == name) {
+        return Err(DiskSpecError::Twice("size"));
+    }
+    let mut spec = DiskSpec::default();
+    let size = key(&name).filter(|size| size.value.set(&mut spec, &value).is_none());
+    match size {
+        None => Ok(spec.size),
+        Some(size) => Err(DiskSpecError::Value {
+            key: size.name,
+            value,
+            expected: size.value.expected(),
+        }),
     }
 }
 

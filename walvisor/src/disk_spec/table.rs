@@ -114,8 +114,8 @@ const DISK_KEYS: &[Key] = &[
         default: "none, it is required",
         commands: EVERYWHERE,
         backends: MEMORY,
-        help: "The size of a disk in memory; an image has the size that 'walvisor disk create' \
-            gave it",
+        help: "The size of a disk in memory; with 'walvisor ctl SOCKET add-disk' also of an image, \
+            which is then made",
     },
     Key {
         name: "cache",

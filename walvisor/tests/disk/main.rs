@@ -21,6 +21,100 @@ use walvisor_tests::run_sessions;
 const WALVISOR: &str = env!("CARGO_BIN_EXE_walvisor");
 const MIB: u64 = 1 << 20;
 
+#[test]
+fn a_new_log_has_the_size_that_is_asked_for() {
+    let dir = &test_dir();
+    done(dir, "disk create a --size 1M --log-size 64M --retain 1h");
+    std::fs::write(dir.join("raw"), vec![7; 4096]).unwrap();
+    let said = done(dir, "disk import b raw --log-size 1G --retain 1h");
+    assert!(
+        said.ends_with("b: its log b.wal keeps the history of the last 1h\n"),
+        "{said}"
+    );
+    for (disk, segment, count) in [("a", 16 << 20, 4), ("b", 64 << 20, 16)] {
+        let log = &json(&done(dir, &format!("disk info {disk} --json")))["log"];
+        assert_eq!(
+            (&log["segment_bytes"], &log["max_segments"]),
+            (&segment.into(), &count.into())
+        );
+        assert_eq!(log["retain"], "1h");
+    }
+    for (words, status, part) in [
+        ("create c --size 1M --log-size 48M", 2, "give at least 64M"),
+        ("create c --size 1M --log-size 8P", 1, "4 to 65536"),
+        (
+            "create c --size 1M --log a.wal --log-size 64M",
+            1,
+            "walvisor log resize a.wal --size SIZE",
+        ),
+        (
+            "import c raw --log a.wal --log-size 64M",
+            1,
+            "walvisor log resize a.wal --size SIZE",
+        ),
+    ] {
+        refused(dir, &format!("disk {words}"), status, &[part]);
+    }
+    assert!(!dir.join("c").exists() && !dir.join("c.wal").exists());
+}
+
+#[test]
+fn disks_are_listed_by_their_logs() {
+    let dir = &test_dir();
+    for disk in [
+        "a --size 1M",
+        "b --size 2M --log a.wal",
+        "c --size 3M",
+        "d --size 4M",
+    ] {
+        done(dir, &format!("disk create {disk}"));
+    }
+    done(dir, "disk snapshot a monday");
+    std::fs::remove_file(dir.join("b")).unwrap();
+    let rows = |words: &str| {
+        let listed: Value =
+            serde_json::from_str(&done(dir, &format!("disk list {words} --json"))).unwrap();
+        let rows = listed["disks"].as_array().unwrap().clone();
+        let row = |row: Value| {
+            let path = Path::new(row["disk"].as_str().unwrap());
+            assert_eq!(path.parent(), Some(&*dir.canonicalize().unwrap()));
+            let names = row["snapshots"].as_array().unwrap().len();
+            format!(
+                "{:?} {} {} {} {names}",
+                path.file_name().unwrap(),
+                row["size_bytes"],
+                row["image"],
+                row["log"]
+            )
+        };
+        rows.into_iter().map(row).collect::<Vec<_>>()
+    };
+    let of_a = [
+        "\"a\" 1048576 \"there\" \"a.wal\" 1",
+        "\"b\" 2097152 \"missing\" \"a.wal\" 1",
+    ];
+    assert_eq!(rows("a.wal"), of_a);
+    assert_eq!(rows("")[..2], of_a);
+    assert_eq!(rows("").len(), 4);
+    assert!(done(dir, "disk list c.wal").contains("nobody"));
+    // The control file of one is gone bad: the others are listed.
+    std::fs::write(dir.join("d.wal/control"), [7; 100]).unwrap();
+    let output = walvisor(dir, "disk list");
+    let [listed, error] =
+        [output.stdout, output.stderr].map(|text| String::from_utf8(text).unwrap());
+    assert_eq!((output.status.code(), listed.lines().count()), (Some(1), 4));
+    assert!(
+        error.contains("d.wal") && error.lines().count() == 1,
+        "{error}"
+    );
+    refused(
+        dir,
+        "disk list none",
+        1,
+        &["none: No such file", "name a log"],
+    );
+}
+
 /// A log of four small segments.
 fn small() -> StoreOptions {
     StoreOptions {

@@ -293,7 +293,7 @@ fn a_disk_joins_a_log_whose_keys_are_in_the_defaults() {
     write(&["path = 'a'"], "1h");
     let daemon = serve_telling(dir, SERVE, 1);
     write(&["path = 'a'", "path = 'b'"], "2h");
-    reload_says(&daemon, dir, "disagree about retain");
+    reload_says(&daemon, dir, "retain=2h differs from retain= of its log");
     assert_eq!(disk_names(dir), ["a"]);
     write(&["path = 'a'", "path = 'b'"], "1h");
     daemon.signal(Signal::HUP);

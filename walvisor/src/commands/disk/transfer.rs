@@ -8,6 +8,7 @@ use clap::Args;
 use serde_json::{Value, json};
 use walvisor_storage::{self as storage, ImageFormat, Point, StoreOptions};
 
+use super::NewLog;
 use super::path::{DetachedImages, DiskPath, SharedDisk, print};
 use crate::commands::CommandError;
 use crate::commands::owner::{LogOwner, ask_owner};
@@ -27,6 +28,8 @@ pub(super) struct ImportArguments {
     /// The format of RAW: raw, whatever its first bytes look like.
     #[arg(long, value_parser = ["raw"])]
     format: Option<String>,
+    #[command(flatten)]
+    new_log: NewLog,
     #[command(flatten)]
     threads: Threads,
     /// Print JSON.
@@ -167,18 +170,19 @@ pub(super) fn import(arguments: &ImportArguments) -> Result<(), CommandError> {
         disk,
         raw,
         format,
+        new_log,
         threads,
         json,
     } = arguments;
+    let options = StoreOptions {
+        threads: threads.get(),
+        ..new_log.options(disk)?
+    };
     let known = match format {
         Some(_) => ImageFormat::Raw,
         None => ImageFormat::Unknown,
     };
     let done = with_bar("importing", |progress| {
-        let options = StoreOptions {
-            threads: threads.get(),
-            ..StoreOptions::default()
-        };
         storage::import_disk_as(
             &disk.path,
             raw,
@@ -191,6 +195,9 @@ pub(super) fn import(arguments: &ImportArguments) -> Result<(), CommandError> {
     .map_err(CommandError::failed)?;
     let said = format!("{}: imported {}", disk.path.display(), raw.display());
     report(*json, &disk.path, ("raw", raw), done, &said);
+    if !json {
+        new_log.report(disk);
+    }
     Ok(())
 }
 

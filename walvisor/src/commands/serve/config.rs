@@ -140,7 +140,10 @@ impl PoolFile {
     pub(super) fn reload(&mut self, controlled: &ControlledProcess, hotplug: &Hotplug) {
         let file = self.path.display();
         match self.try_reload(controlled, hotplug) {
-            Ok(()) => tracing::info!("{file}: read again"),
+            Ok(()) => {
+                let disks = hotplug.lock().disks.len();
+                announce(&format!("{file}: read again: {disks} disks\n"));
+            }
             Err(error) => tracing::error!("{file}: {error}; the disks stay as they are"),
         }
     }
@@ -178,7 +181,7 @@ impl PoolFile {
             .try_for_each(|disk| hotplug.check_removed(disk))?;
         let opened = coming
             .into_iter()
-            .map(|disk| hotplug.open(disk.clone(), &leaving));
+            .map(|disk| hotplug.open(disk.clone(), &leaving, None));
         let opened = opened.collect::<Result<Vec<_>, _>>()?;
         // The name of a disk that leaves is free only then.
         let (later, now): (Vec<_>, Vec<_>) = opened

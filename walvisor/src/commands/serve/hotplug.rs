@@ -8,20 +8,25 @@
 //! ones it keeps for this.
 
 use std::collections::BTreeMap;
+use std::fs::{self, File};
 use std::io;
+use std::os::unix::fs::OpenOptionsExt;
 use std::panic::resume_unwind;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, TryLockError};
 use std::thread::{self, ScopedJoinHandle};
 
+use walvisor_storage::{default_log_dir, has_log};
 use walvisor_vmm::disk::OpenDisk;
 
 use super::config::PoolFile;
 use super::door::{Doors, with_door};
 use super::pool::{self, DiskOrigin, PoolDisk, specs};
-use crate::control_socket::{AddedDisk, DiskHotplug, RemovalError, SavedPool};
-use crate::disk_spec::{DiskCommand, DiskSpec, WrittenDisk, split_keys};
+use crate::control_socket::{AddedDisk, DiskHotplug, RemovalError, SavedDisk, SavedPool};
+use crate::disk_spec::{
+    DiskCommand, DiskSpec, LogOptions, WrittenDisk, is_log_key, split_keys, take_size,
+};
 use crate::disks::{OpenLogs, RemovedDisk};
 use crate::plan::real_path;
 
@@ -117,6 +122,9 @@ pub(super) struct ServedDisks {
     pub(super) doors: Doors,
     /// The disks, oldest first.
     pub(super) disks: Vec<PoolDisk>,
+    /// Images of disks that were removed, and of which their log keeps records, after the log's
+    /// directory. With links resolved.
+    left: Vec<(PathBuf, PathBuf)>,
     /// The keys that the file of `--config` has for disks that lack them.
     pub(super) defaults: Vec<(String, String)>,
     /// The disks that are being opened or closed, which may take long.
@@ -128,9 +136,20 @@ impl ServedDisks {
         Self {
             doors,
             disks,
+            left: Vec::new(),
             defaults: Vec::new(),
             changing: Vec::new(),
         }
+    }
+
+    /// Notes whether a log keeps records of a disk that is not served.
+    fn note_left(&mut self, disk: &PoolDisk, keeps: bool) {
+        let log = OpenLogs::directory_of(disk.spec());
+        let (Some(log), Some(image)) = (log, disk.image()) else {
+            return;
+        };
+        self.left.retain(|(_, other)| other != image);
+        self.left.extend(keeps.then(|| (log, image.to_owned())));
     }
 
     /// Takes over what the file says now of the disks that are served. Returns the names of those
@@ -146,7 +165,7 @@ impl ServedDisks {
             disk.origin = DiskOrigin::File;
             if brought {
                 disk.written = said.written.clone();
-            } else if said.written.keys != disk.written.keys {
+            } else if !said.written.says(&disk.written) {
                 differ.push(disk.name.clone());
             }
         }
@@ -258,14 +277,36 @@ impl Hotplug {
         let stays = |other: &&PoolDisk| !leaving.iter().any(|disk| disk.is(other));
         let mut all: Vec<_> = others.filter(stays).cloned().collect();
         let others = with_door(spec.door, &specs(&all));
-        all.push(disk.clone());
+        let mut added = disk.clone();
+        let is_open = self.logs.of(spec).open.load(Ordering::SeqCst);
+        if is_open {
+            // They are compared with those of the log.
+            added.written.spec.log_options = LogOptions::default();
+        }
+        all.push(added);
         pool::plan(&all, None)?;
         let socket = door.check_added(spec, &others)?;
         let log = spec.log_directory();
-        let log = log.filter(|_| !self.logs.of(spec).open.load(Ordering::SeqCst));
+        let log = log.filter(|_| !is_open);
         let paths = [&spec.path, &log, &socket];
         let mut paths = paths.into_iter().flatten();
         paths.try_for_each(|path| self.check_place(name, path))
+    }
+
+    /// The keys of a disk, and those of the file's defaults that it lacks. What these say of a log
+    /// is for one that is made for the disk: another one has it already, or takes it at the next
+    /// start. The processes that archive logs have been started.
+    fn with_defaults(&self, own: &[(String, String)]) -> Vec<(String, String)> {
+        let mut defaults = self.lock().defaults.clone();
+        let all = DiskSpec::with_defaults(own, &defaults, self.kind);
+        let log = all.iter().find(|(key, _)| key == "log");
+        let log = log.map(|(_, log)| PathBuf::from(log)).or_else(|| {
+            let (_, image) = own.iter().find(|(key, _)| key == "path")?;
+            Some(default_log_dir(Path::new(image)))
+        });
+        let is_new = !log.is_some_and(|log| has_log(&log));
+        defaults.retain(|(key, _)| !is_log_key(key) || is_new && !key.starts_with("archive"));
+        DiskSpec::with_defaults(own, &defaults, self.kind)
     }
 
     /// Lists a disk as one that is being changed.
@@ -278,7 +319,8 @@ impl Hotplug {
         }
     }
 
-    /// Opens a disk, to be served once those of `leaving` are gone.
+    /// Opens a disk, to be served once those of `leaving` are gone. `size`: its image is made, with
+    /// so many bytes.
     ///
     /// # Errors
     /// One line. Nothing has changed then.
@@ -286,13 +328,19 @@ impl Hotplug {
         &self,
         disk: PoolDisk,
         leaving: &[PoolDisk],
+        size: Option<u64>,
     ) -> Result<OpenedDisk<'_>, String> {
         let mut served = self.lock();
         self.check(&served, &disk, leaving)?;
         let spec = disk.spec().clone();
         let change = self.change(&mut served, disk);
         drop(served);
+        let image = size.map(|size| NewImage::create(&spec, size)).transpose()?;
         let open = self.logs.of(&spec).with(|log| log.add(&spec, 1))?;
+        if let Some(image) = image {
+            // A log with history has it from now on.
+            image.keep();
+        }
         Ok(OpenedDisk {
             open: Some(open),
             change,
@@ -399,6 +447,7 @@ impl OpenedDisk<'_> {
         );
         self.open = None;
         self.change.listed = true;
+        served.note_left(&self.change.disk, false);
         Ok(added)
     }
 }
@@ -416,6 +465,53 @@ impl Drop for OpenedDisk<'_> {
     }
 }
 
+/// An image that was made for a disk. Dropping this removes the image.
+struct NewImage(Option<PathBuf>);
+
+impl NewImage {
+    /// Makes an image of zeros.
+    fn create(spec: &DiskSpec, size: u64) -> Result<Self, String> {
+        let path = spec
+            .path
+            .as_ref()
+            .ok_or("size= makes an image: give path=FILE too")?;
+        let failed = |error: io::Error| match error.kind() {
+            io::ErrorKind::AlreadyExists => format!(
+                "disk '{}': size= makes a new image, and there is one already: leave size= out",
+                spec.name()
+            ),
+            _ => format!("disk '{}': can't make its image: {error}", spec.name()),
+        };
+        let mut made = File::options();
+        let made = made.write(true).create_new(true).mode(0o600);
+        let file = made.open(path).map_err(failed)?;
+        let image = Self(Some(path.clone()));
+        file.set_len(size).map_err(failed)?;
+        file.sync_all().map_err(failed)?;
+        let directory = path.parent().filter(|parent| *parent != Path::new(""));
+        let directory = File::open(directory.unwrap_or(Path::new(".")));
+        directory
+            .and_then(|directory| directory.sync_all())
+            .map_err(failed)?;
+        Ok(image)
+    }
+
+    /// The image is in use.
+    fn keep(mut self) {
+        self.0 = None;
+    }
+}
+
+impl Drop for NewImage {
+    fn drop(&mut self) {
+        if let Some(path) = &self.0
+            && let Err(error) = fs::remove_file(path)
+        {
+            tracing::error!("{}: {error}", path.display());
+        }
+    }
+}
+
 impl DiskHotplug for Hotplug {
     fn config(&self, saved: &[String]) -> Option<SavedPool> {
         let file = self.config.clone()?;
@@ -426,18 +522,29 @@ impl DiskHotplug for Hotplug {
             if saved.contains(&disk.name) {
                 disk.origin = DiskOrigin::File;
             }
-            (disk.name.clone(), disk.written.text())
+            SavedDisk {
+                name: disk.name.clone(),
+                spec: disk.written.text(),
+                log: OpenLogs::directory_of(disk.spec()),
+            }
         });
         let disks = disks.collect();
-        Some(SavedPool { file, disks })
+        let logs = served.disks.iter();
+        let logs: Vec<_> = logs
+            .filter_map(|disk| OpenLogs::directory_of(disk.spec()))
+            .collect();
+        let left = served.left.iter().filter(|(log, _)| logs.contains(log));
+        let left = left.cloned().collect();
+        Some(SavedPool { file, disks, left })
     }
 
     fn add(&self, spec: &str) -> Result<AddedDisk, String> {
         let own = split_keys(spec).map_err(|error| error.to_string())?;
-        let keys = DiskSpec::with_defaults(&own, &self.lock().defaults, self.kind);
+        let mut keys = self.with_defaults(&own);
+        let size = take_size(&mut keys).map_err(|error| error.to_string())?;
         let disk = WrittenDisk::new(keys, self.kind).map_err(|error| error.to_string())?;
         let disk = PoolDisk::new(disk, DiskOrigin::Control);
-        self.open(disk, &[])?.serve()
+        self.open(disk, &[], size)?.serve()
     }
 
     fn remove(&self, name: &str, keep_records: bool) -> Result<RemovedDisk, RemovalError> {
@@ -462,7 +569,9 @@ impl DiskHotplug for Hotplug {
         match removed {
             Ok(removed) => {
                 change.listed = false;
-                let doors = &mut self.lock().doors;
+                let mut served = self.lock();
+                served.note_left(&change.disk, removed == RemovedDisk::InLog);
+                let doors = &mut served.doors;
                 doors.of_mut(&spec).map_err(refused)?.forget(&spec);
                 Ok(removed)
             }

@@ -8,7 +8,7 @@
 //!   save: what the file would say ────────────────┘
 //! ```
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 use walvisor_devices::nbd::Tls;
 
@@ -85,6 +85,14 @@ impl PoolDisk {
 
     pub(super) fn spec(&self) -> &DiskSpec {
         &self.written.spec
+    }
+
+    /// Its image, with links resolved.
+    pub(super) fn image(&self) -> Option<&Path> {
+        match &self.identity {
+            DiskIdentity::Image(path) => Some(path),
+            _ => None,
+        }
     }
 
     /// Whether both are one disk, however it is called. Disks that may share an image have their

@@ -8,10 +8,10 @@
 use std::fs::{self, File, Permissions};
 use std::io::{self, Write};
 use std::os::unix::fs::{MetadataExt, fchown};
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
 use tempfile::Builder;
-use toml_edit::{DocumentMut, Item, RawString, Table, TomlError};
+use toml_edit::{ArrayOfTables, DocumentMut, Item, RawString, Table, TomlError};
 
 use super::config::{PoolText, parse};
 use super::pool::{DiskOrigin, PoolDisk};
@@ -25,14 +25,32 @@ pub(in crate::commands) struct ServedPool<'a> {
     pub config: &'a Path,
     /// The door of a disk that names none.
     pub kind: DiskCommand,
-    /// The specs of the disks, without those of its command line.
-    pub disks: Vec<String>,
+    /// The specs of the disks, without those of its command line, and their logs.
+    pub disks: Vec<(String, Option<PathBuf>)>,
+    /// Logs, and images of disks that were removed from each and of which it keeps records.
+    pub detached: Vec<(PathBuf, String)>,
 }
 
-/// The names of the disks that came into the file, and of those that left it.
+/// What a file says that it did not say before.
+#[derive(Default)]
 pub(in crate::commands) struct SavedChanges {
+    /// The names of the disks that came.
     pub added: Vec<String>,
+    /// The names of the disks that left.
     pub removed: Vec<String>,
+    /// The images of disks that left and of which their log keeps records.
+    pub detached: Vec<String>,
+    /// Those whose log has no disk in the file.
+    pub unnamed: Vec<String>,
+}
+
+/// A table of a disk.
+struct SavedTable {
+    spec: DiskSpec,
+    /// The directory of its log, with links resolved.
+    log: Option<PathBuf>,
+    /// The images that it lets the log copy its records to.
+    detached: Vec<PathBuf>,
 }
 
 /// Writes to the file which disks are served, unless it says so already.
@@ -90,11 +108,21 @@ fn change(text: &str, served: &ServedPool<'_>) -> Result<(String, SavedChanges),
     let PoolText {
         disks, defaults, ..
     } = parse(text, served.kind)?;
-    let missing = served.disks.iter();
-    let missing = missing.map(|spec| WrittenDisk::parse(spec, served.kind));
+    let missing = served.disks.iter().map(|(spec, log)| {
+        let disk = WrittenDisk::parse(spec, served.kind);
+        disk.map(|disk| (disk, log.clone()))
+    });
     let mut missing: Vec<_> = missing
         .collect::<Result<_, _>>()
         .map_err(|error| error.to_string())?;
+    // A directory that the file names is the daemon's.
+    let named = missing.clone();
+    let log_of = |disk: &WrittenDisk| {
+        let directory = disk.spec.log_directory();
+        let same = |(other, _): &&(WrittenDisk, _)| other.spec.log_directory() == directory;
+        let known = named.iter().find(same).map(|(_, log)| log.clone());
+        known.unwrap_or_else(|| directory.as_deref().map(real_path))
+    };
     let name = |disk: &WrittenDisk| PoolDisk::new(disk.clone(), DiskOrigin::File).name;
     let mut document: DocumentMut = text.parse().map_err(|error: TomlError| error.to_string())?;
     let trailing = document.trailing().as_str().unwrap_or_default().to_owned();
@@ -104,27 +132,42 @@ fn change(text: &str, served: &ServedPool<'_>) -> Result<(String, SavedChanges),
     let tables = tables.ok_or("its disks are in one line: write a table [[disk]] for each")?;
     assert_eq!(tables.len(), disks.len(), "each table is a disk");
     // Comments above a table that goes stay, above what follows it.
-    let (mut left, mut removed, mut comments) = (Vec::new(), Vec::new(), String::new());
+    let (mut left, mut comments) = (Vec::<SavedTable>::new(), String::new());
+    let (mut saved, mut lost) = (SavedChanges::default(), Vec::new());
     for disk in &disks {
         let decor = tables.get_mut(left.len()).expect("a table").decor_mut();
         comments += decor
             .prefix()
             .and_then(RawString::as_str)
             .unwrap_or_default();
-        if let Some(place) = missing.iter().position(|served| disk.describes(served)) {
+        let detached = disk.spec.detached.clone();
+        let found = missing
+            .iter()
+            .position(|(served, _)| disk.describes(served));
+        if let Some(place) = found {
             decor.set_prefix(std::mem::take(&mut comments));
-            left.push(missing.remove(place).spec);
+            let (WrittenDisk { spec, .. }, log) = missing.remove(place);
+            left.push(SavedTable {
+                spec,
+                log,
+                detached,
+            });
         } else {
             comments.truncate(comments.trim_end_matches([' ', '\t']).len());
             tables.remove(left.len());
-            removed.push(name(disk));
+            let log = log_of(disk);
+            let detached = detached
+                .into_iter()
+                .map(|image| image.display().to_string());
+            lost.extend(detached.filter_map(|image| Some((log.clone()?, image))));
+            saved.removed.push(name(disk));
         }
     }
     comments += &trailing;
-    let mut added = Vec::new();
-    for wanted in missing {
+    for (wanted, log) in missing {
         let name = name(&wanted);
-        let own = beside_defaults(&wanted, &defaults, &left, served.kind)
+        let shares = log.is_some() && left.iter().any(|table| table.log == log);
+        let own = beside_defaults(&wanted, &defaults, shares, served.kind)
             .map_err(|error| format!("disk '{name}': {error}"))?;
         let own = own
             .into_iter()
@@ -134,24 +177,81 @@ fn change(text: &str, served: &ServedPool<'_>) -> Result<(String, SavedChanges),
             .decor_mut()
             .set_prefix(std::mem::take(&mut comments) + "\n");
         tables.push(table);
-        left.push(wanted.spec);
-        added.push(name);
+        left.push(SavedTable {
+            detached: wanted.spec.detached.clone(),
+            spec: wanted.spec,
+            log,
+        });
+        saved.added.push(name);
+    }
+    // An image that is gone can't be opened: the next start says what its log keeps.
+    let there = served
+        .detached
+        .iter()
+        .filter(|(_, image)| Path::new(image).exists());
+    // A log that has left the file with its last disk is not opened.
+    let lost = lost.iter();
+    let lost = lost.filter(|(log, _)| left.iter().any(|table| table.log.as_ref() == Some(log)));
+    let images: Vec<_> = lost.chain(there).collect();
+    for (log, image) in images {
+        detach(tables, &mut left, (log, image), &mut saved)?;
     }
     document.set_trailing(comments);
     let changed = document.to_string();
     // What was written must be read.
     parse(&changed, served.kind)?.plan(&[])?;
-    Ok((changed, SavedChanges { added, removed }))
+    Ok((changed, saved))
 }
 
-/// The fewest keys with which the disk is what it is, although the file has defaults.
+/// Lets a log copy its records of a disk that was removed to its image: the next start opens it with
+/// a disk of the log.
+fn detach(
+    tables: &mut ArrayOfTables,
+    left: &mut [SavedTable],
+    (log, image): (&Path, &str),
+    saved: &mut SavedChanges,
+) -> Result<(), String> {
+    let on_log = |table: &SavedTable| table.log.as_deref() == Some(log) && table.spec.at.is_none();
+    let is_known = |table: &SavedTable| {
+        let mut images = table.detached.iter().chain(&table.spec.path);
+        on_log(table) && images.any(|other| other == Path::new(image))
+    };
+    if left.iter().any(is_known) {
+        return Ok(());
+    }
+    let Some(place) = left.iter().position(on_log) else {
+        saved.unnamed.push(image.to_owned());
+        return Ok(());
+    };
+    if image.contains(':') {
+        return Err(format!(
+            "the log {} keeps records of '{image}', which was removed, and detached= can't name it \
+             because of its ':': add the disk again, or give up the log's history",
+            log.display()
+        ));
+    }
+    let table = &mut left[place];
+    table.detached.push(image.into());
+    let all: Vec<_> = table
+        .detached
+        .iter()
+        .map(|image| image.display().to_string())
+        .collect();
+    let written = tables.get_mut(place).expect("each disk has a table");
+    written["detached"] = toml_edit::value(all.join(":"));
+    saved.detached.push(image.to_owned());
+    Ok(())
+}
+
+/// The fewest keys with which the disk is what it is, although the file has defaults. `shares`: what
+/// belongs to its log is said by other disks too.
 fn beside_defaults(
     WrittenDisk {
         keys: own,
         spec: wanted,
     }: &WrittenDisk,
     defaults: &[(String, String)],
-    others: &[DiskSpec],
+    shares: bool,
     kind: DiskCommand,
 ) -> Result<Vec<(String, String)>, String> {
     let mut fewest = own.clone();
@@ -159,10 +259,6 @@ fn beside_defaults(
     let mut with_log = own.clone();
     let log = wanted.log_directory().filter(|_| wanted.log.is_none());
     with_log.extend(log.map(|log| ("log".to_owned(), log.display().to_string())));
-    // What belongs to a log is said by its other disks too.
-    let place = |spec: &DiskSpec| spec.log_directory().map(|log| real_path(&log));
-    let place_of_log = place(wanted).filter(|_| wanted.at.is_none());
-    let shares = place_of_log.is_some() && others.iter().any(|other| place(other) == place_of_log);
     // A point such as -15m is another one each time.
     let described = |keys: &[(String, String)]| {
         let keys: Vec<_> = keys
@@ -207,10 +303,18 @@ mod tests {
     const B: &str = "path=b,serial=x,socket=s,log=pool.wal,retain=24h";
 
     fn changed(text: &str, served: &[&str]) -> Result<(String, SavedChanges), String> {
+        let log = |text: &str| {
+            let disk = WrittenDisk::parse(text, DiskCommand::Nbd).ok()?;
+            disk.spec.log_directory()
+        };
         let served = ServedPool {
             config: Path::new("pool.toml"),
             kind: DiskCommand::Nbd,
-            disks: served.iter().map(|text| (*text).to_owned()).collect(),
+            disks: served
+                .iter()
+                .map(|text| ((*text).to_owned(), log(text)))
+                .collect(),
+            detached: Vec::new(),
         };
         change(text, &served)
     }
@@ -254,6 +358,25 @@ mod tests {
         );
         let error = changed(FILE, &[]).err().unwrap();
         assert!(error.contains("no disk: give a table"), "{error}");
+    }
+
+    #[test]
+    fn detached_images_stay_with_their_log() {
+        let table = |keys: &str| format!("[[disk]]\nsocket = 's'\n{keys}\n");
+        let a = table("path = 'a'");
+        let x = table("path = 'x'\nlog = 'l'\ndetached = 'y:z'");
+        let z = table("path = 'z'\nlog = 'l'");
+        let text = format!("{a}{x}{z}");
+        let (left, saved) = changed(&text, &["path=a,socket=s", "path=z,socket=s,log=l"]).unwrap();
+        assert_eq!(left, format!("{a}{z}detached = \"y\"\n"));
+        assert_eq!(
+            (saved.detached, saved.unnamed.len()),
+            (vec!["y".to_owned()], 0)
+        );
+        // Nobody opens that log.
+        let (left, saved) = changed(&text, &["path=a,socket=s"]).unwrap();
+        assert_eq!(left, a);
+        assert_eq!((saved.detached.len(), saved.unnamed.len()), (0, 0));
     }
 
     #[test]
