@@ -19,14 +19,35 @@ pub(crate) fn writer_of(file: &File) -> Option<u32> {
     find(file, |kind| kind == "WRITE")
 }
 
-/// The process with a `flock` of this kind, READ or WRITE, on the file.
+/// A list of fewer bytes is one of a moment: it fits a page, which the kernel fills with whole lines.
+const ONE_READ: usize = 2048;
+/// How often to look for a lock in a longer list.
+const LOOKS: u32 = 10;
+
+/// The process with a `flock` of this kind, READ or WRITE, on the file. The kernel lists the locks a
+/// page at a time, by their numbers: a lock that ends between two pages hides another one.
 fn find(file: &File, wanted: impl Fn(&str) -> bool) -> Option<u32> {
     let metadata = file.metadata().ok()?;
     let (device, inode) = (metadata.dev(), metadata.ino());
     let place = format!("{:02x}:{:02x}:{inode}", major(device), minor(device));
-    let locks = read_to_string("/proc/locks").ok()?;
-    let mut found = locks.lines().filter_map(|line| of_line(line, &place));
-    found.find_map(|(pid, kind)| wanted(kind).then_some(pid))
+    holder(&place, wanted, &mut || read_to_string("/proc/locks").ok())
+}
+
+/// As [`find`], of the file at `place`. `list` reads /proc/locks.
+fn holder(
+    place: &str,
+    wanted: impl Fn(&str) -> bool,
+    list: &mut dyn FnMut() -> Option<String>,
+) -> Option<u32> {
+    for _ in 0..LOOKS {
+        let locks = list()?;
+        let mut found = locks.lines().filter_map(|line| of_line(line, place));
+        let found = found.find_map(|(pid, kind)| wanted(kind).then_some(pid));
+        if found.is_some() || locks.len() < ONE_READ {
+            return found;
+        }
+    }
+    None
 }
 
 /// Whether the process that locked the file with `flock` is alive. One that was killed but has not
@@ -100,6 +121,29 @@ mod tests {
         ] {
             assert_eq!(is_exiting(stat), exiting, "{stat}");
         }
+    }
+
+    /// A lock that ends while the kernel gives the list hides another one.
+    #[test]
+    fn a_long_list_is_read_again() {
+        let line = "3: FLOCK  ADVISORY  WRITE 4770 08:01:1234 0 EOF\n";
+        let other = "4: POSIX  ADVISORY  WRITE 9 08:01:1 0 EOF\n".repeat(100);
+        let look = |lists: &[&str]| {
+            let mut reads = 0;
+            let mut list = || {
+                reads += 1;
+                Some(lists[(reads - 1).min(lists.len() - 1)].to_owned())
+            };
+            let found = holder("08:01:1234", |_| true, &mut list);
+            (found, reads)
+        };
+        assert_eq!(look(&[line]), (Some(4770), 1));
+        assert_eq!(look(&["", line]), (None, 1));
+        assert_eq!(
+            look(&[&other, &other, &(other.clone() + line)]),
+            (Some(4770), 3)
+        );
+        assert_eq!(look(&[&other]), (None, LOOKS as usize));
     }
 
     #[test]
