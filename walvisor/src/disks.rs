@@ -38,17 +38,17 @@ struct OpenLog {
     /// Its directory, with links resolved.
     directory: PathBuf,
     store: Store,
-    /// What it was opened with.
+    /// The options with which it was opened.
     options: LogOptions,
     /// What the log may take of the process's memory.
     _memory: Option<MemoryReservation>,
 }
 
 impl OpenLog {
-    /// Refuses a disk that says something else of the log.
+    /// Refuses a disk that sets an option of the log to another value.
     fn check_options(&self, spec: &DiskSpec) -> Result<(), String> {
         let said = &spec.log_options;
-        // What history it keeps can be changed since.
+        // 'disk retain' may have changed its retention since.
         let retain = self.store.disks().first().map(Disk::retain);
         let now = LogOptions {
             retain,
@@ -177,7 +177,7 @@ impl OpenLogs {
         Ok(open_disk(spec, Arc::new(disk.clone()), cpus))
     }
 
-    /// Sets how much history the logs of a plan keep, where it says so.
+    /// Sets the retention of each log for which the plan names one.
     ///
     /// # Errors
     /// One line: a log would give up history that it keeps.
@@ -550,14 +550,7 @@ fn default_serial(spec: &DiskSpec) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::disk_spec::DiskCommand;
-
-    fn specs(texts: &[&str]) -> Vec<DiskSpec> {
-        texts
-            .iter()
-            .map(|text| DiskSpec::parse(text, DiskCommand::Run).unwrap())
-            .collect()
-    }
+    use crate::plan::tests::specs;
 
     #[test]
     fn a_disk_in_memory_has_a_queue_for_each_vcpu() {

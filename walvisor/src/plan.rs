@@ -48,7 +48,7 @@ pub struct LogPlan {
     /// Whether all its disks are read-only. Then nothing is written, and if there is no log the
     /// images are served without one.
     pub read_only: bool,
-    /// What its disks say of it.
+    /// The options that its disks set.
     pub options: LogOptions,
 }
 
@@ -203,7 +203,7 @@ impl LogPlan {
     /// Adds a disk.
     ///
     /// # Errors
-    /// If the others say something else of the log.
+    /// If the others set an option of the log to another value.
     fn join(&mut self, index: usize, spec: &DiskSpec) -> Result<(), String> {
         let joined = self.options.join(&spec.log_options);
         joined.map_err(|differ| {
@@ -264,8 +264,7 @@ fn known_logs() -> MutexGuard<'static, BTreeMap<PathBuf, PathBuf>> {
     LOGS.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// The directory of a log, with links resolved as they were when a disk last
-/// named it.
+/// The directory of a log, with links resolved as they were when a disk last named it.
 pub fn real_log(log: &Path) -> PathBuf {
     let known = known_logs().get(log).cloned();
     // Looks without the lock.
@@ -295,11 +294,11 @@ pub(crate) fn real_path(path: &Path) -> PathBuf {
 }
 
 #[cfg(test)]
-mod tests {
+pub(crate) mod tests {
     use super::*;
     use crate::disk_spec::DiskCommand;
 
-    fn specs(texts: &[&str]) -> Vec<DiskSpec> {
+    pub(crate) fn specs(texts: &[&str]) -> Vec<DiskSpec> {
         texts
             .iter()
             .map(|text| DiskSpec::parse(text, DiskCommand::Run).unwrap())

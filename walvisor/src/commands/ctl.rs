@@ -118,7 +118,10 @@ fn save(socket: &Path, file: &Path, json: bool) -> Result<(), CommandError> {
             ("added", saved.added),
             ("removed", saved.removed),
             ("detached", saved.detached),
-            ("to be detached= of a --disk on its log:", saved.unnamed),
+            (
+                "its log needs detached= on the command line:",
+                saved.unnamed,
+            ),
         ];
         let parts = parts.into_iter().filter(|(_, names)| !names.is_empty());
         let parts: Vec<_> = parts

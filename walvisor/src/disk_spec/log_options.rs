@@ -1,4 +1,4 @@
-//! What the disks of a log say of it.
+//! The options of a log, as its disks set them.
 
 use std::time::Duration;
 
@@ -43,7 +43,7 @@ pub struct Disagreement {
 }
 
 impl LogOptions {
-    /// The keys that are set, with their values as SPECs have them.
+    /// The keys that are set, with their values as a SPEC spells them.
     pub fn said(&self) -> impl Iterator<Item = (&'static str, String)> {
         let on_full = |policy| match policy {
             FullLogPolicy::Fail => "fail".to_owned(),
@@ -79,10 +79,10 @@ impl LogOptions {
             .filter_map(|(key, value)| Some((key, value?)))
     }
 
-    /// Whether all that `other` says is said here too, in these or other words.
+    /// Checks that these options set every key that `other` sets, to the same value.
     ///
     /// # Errors
-    /// The first key that has another value here, or none.
+    /// The first key that these set to another value, or not at all.
     pub fn covers(&self, other: &Self) -> Result<(), Disagreement> {
         let mut said = other.said();
         let differs = said.find_map(|(key, theirs)| {
@@ -96,7 +96,7 @@ impl LogOptions {
         differs.map_or(Ok(()), Err)
     }
 
-    /// Takes over what another disk of the log says.
+    /// Takes over the options that another disk of the log sets.
     ///
     /// # Errors
     /// The first key about which both disagree.

@@ -166,7 +166,7 @@ pub struct DiskSpec {
     pub size: Option<u64>,
     /// Limits on requests and bytes per second.
     pub limits: Limits,
-    /// What the disk says of its log.
+    /// The options that it sets of its log.
     pub log_options: LogOptions,
     /// Images of disks on the log that nobody uses in this process, and to which the log may copy
     /// its records of them.

@@ -10,6 +10,7 @@ use walvisor_storage::{LogRoot, has_log, log_writer};
 
 use super::path::print;
 use crate::commands::CommandError;
+use crate::commands::ctl::answer::text;
 use crate::size::human_size;
 use crate::table::Table;
 
@@ -93,7 +94,6 @@ fn disks_of(log: &Path) -> Result<Vec<Value>, walvisor_storage::Error> {
 
 fn table(disks: &[Value]) -> String {
     let mut table = Table::new(&["DISK", "SIZE", "IMAGE", "LOG", "IN USE BY", "SNAPSHOTS"]);
-    let text = |value: &Value| value.as_str().unwrap_or_default().to_owned();
     for disk in disks {
         let process = disk["process"].as_u64();
         table.row(vec![

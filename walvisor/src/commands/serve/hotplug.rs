@@ -17,7 +17,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, TryLockError};
 use std::thread::{self, ScopedJoinHandle};
 
-use walvisor_storage::{default_log_dir, has_log};
+use walvisor_storage::has_log;
 use walvisor_vmm::disk::OpenDisk;
 
 use super::config::PoolFile;
@@ -280,7 +280,7 @@ impl Hotplug {
         let mut added = disk.clone();
         let is_open = self.logs.of(spec).open.load(Ordering::SeqCst);
         if is_open {
-            // They are compared with those of the log.
+            // `OpenLogs` compares them with those of the log.
             added.written.spec.log_options = LogOptions::default();
         }
         all.push(added);
@@ -293,17 +293,16 @@ impl Hotplug {
         paths.try_for_each(|path| self.check_place(name, path))
     }
 
-    /// The keys of a disk, and those of the file's defaults that it lacks. What these say of a log
-    /// is for one that is made for the disk: another one has it already, or takes it at the next
-    /// start. The processes that archive logs have been started.
+    /// The keys of a disk, and those of the file's defaults that it lacks. Defaults of a log apply
+    /// only to a log that this disk makes: an older one keeps its own until the next start. Those
+    /// of an archive never apply, because only the start of the daemon starts a push.
     fn with_defaults(&self, own: &[(String, String)]) -> Vec<(String, String)> {
         let mut defaults = self.lock().defaults.clone();
-        let all = DiskSpec::with_defaults(own, &defaults, self.kind);
-        let log = all.iter().find(|(key, _)| key == "log");
-        let log = log.map(|(_, log)| PathBuf::from(log)).or_else(|| {
-            let (_, image) = own.iter().find(|(key, _)| key == "path")?;
-            Some(default_log_dir(Path::new(image)))
-        });
+        let mut all = DiskSpec::with_defaults(own, &defaults, self.kind);
+        // The caller reports what is wrong with the keys.
+        let _ = take_size(&mut all);
+        let spec = DiskSpec::from_keys(&all, self.kind).ok();
+        let log = spec.and_then(|spec| spec.log_directory());
         let is_new = !log.is_some_and(|log| has_log(&log));
         defaults.retain(|(key, _)| !is_log_key(key) || is_new && !key.starts_with("archive"));
         DiskSpec::with_defaults(own, &defaults, self.kind)
@@ -338,7 +337,7 @@ impl Hotplug {
         let image = size.map(|size| NewImage::create(&spec, size)).transpose()?;
         let open = self.logs.of(&spec).with(|log| log.add(&spec, 1))?;
         if let Some(image) = image {
-            // A log with history has it from now on.
+            // A log with history holds the image from now on.
             image.keep();
         }
         Ok(OpenedDisk {

@@ -40,7 +40,7 @@ pub(in crate::commands) struct SavedChanges {
     pub removed: Vec<String>,
     /// The images of disks that left and of which their log keeps records.
     pub detached: Vec<String>,
-    /// Those whose log has no disk in the file.
+    /// Those whose log has only disks of the command line.
     pub unnamed: Vec<String>,
 }
 
@@ -115,13 +115,18 @@ fn change(text: &str, served: &ServedPool<'_>) -> Result<(String, SavedChanges),
     let mut missing: Vec<_> = missing
         .collect::<Result<_, _>>()
         .map_err(|error| error.to_string())?;
-    // A directory that the file names is the daemon's.
-    let named = missing.clone();
+    // The daemon resolves the directories that the file names.
+    let logs = missing.iter();
+    let logs: Vec<_> = logs
+        .map(|(disk, log)| (disk.spec.log_directory(), log.clone()))
+        .collect();
     let log_of = |disk: &WrittenDisk| {
         let directory = disk.spec.log_directory();
-        let same = |(other, _): &&(WrittenDisk, _)| other.spec.log_directory() == directory;
-        let known = named.iter().find(same).map(|(_, log)| log.clone());
-        known.unwrap_or_else(|| directory.as_deref().map(real_path))
+        let known = logs.iter().find(|(named, _)| *named == directory);
+        known.map_or_else(
+            || directory.as_deref().map(real_path),
+            |(_, log)| log.clone(),
+        )
     };
     let name = |disk: &WrittenDisk| PoolDisk::new(disk.clone(), DiskOrigin::File).name;
     let mut document: DocumentMut = text.parse().map_err(|error: TomlError| error.to_string())?;
@@ -184,17 +189,16 @@ fn change(text: &str, served: &ServedPool<'_>) -> Result<(String, SavedChanges),
         });
         saved.added.push(name);
     }
-    // An image that is gone can't be opened: the next start says what its log keeps.
-    let there = served
-        .detached
-        .iter()
-        .filter(|(_, image)| Path::new(image).exists());
-    // A log that has left the file with its last disk is not opened.
-    let lost = lost.iter();
-    let lost = lost.filter(|(log, _)| left.iter().any(|table| table.log.as_ref() == Some(log)));
-    let images: Vec<_> = lost.chain(there).collect();
-    for (log, image) in images {
-        detach(tables, &mut left, (log, image), &mut saved)?;
+    for (log, image) in &lost {
+        // The next start does not open a log that has no table left.
+        detach(tables, &mut left, (log, image), &mut saved.detached)?;
+    }
+    // The next start can't open an image that is gone, and says what its log keeps.
+    let there = |(_, image): &&(PathBuf, String)| Path::new(image).exists();
+    for (log, image) in served.detached.iter().filter(there) {
+        if !detach(tables, &mut left, (log, image), &mut saved.detached)? {
+            saved.unnamed.push(image.clone());
+        }
     }
     document.set_trailing(comments);
     let changed = document.to_string();
@@ -203,25 +207,24 @@ fn change(text: &str, served: &ServedPool<'_>) -> Result<(String, SavedChanges),
     Ok((changed, saved))
 }
 
-/// Lets a log copy its records of a disk that was removed to its image: the next start opens it with
-/// a disk of the log.
+/// Names the image of a removed disk in a table of its log, so that the next start copies the log's
+/// records to it. Adds the image to `detached` if no table named it. `false`: the log has no table.
 fn detach(
     tables: &mut ArrayOfTables,
     left: &mut [SavedTable],
     (log, image): (&Path, &str),
-    saved: &mut SavedChanges,
-) -> Result<(), String> {
+    detached: &mut Vec<String>,
+) -> Result<bool, String> {
     let on_log = |table: &SavedTable| table.log.as_deref() == Some(log) && table.spec.at.is_none();
     let is_known = |table: &SavedTable| {
         let mut images = table.detached.iter().chain(&table.spec.path);
         on_log(table) && images.any(|other| other == Path::new(image))
     };
     if left.iter().any(is_known) {
-        return Ok(());
+        return Ok(true);
     }
     let Some(place) = left.iter().position(on_log) else {
-        saved.unnamed.push(image.to_owned());
-        return Ok(());
+        return Ok(false);
     };
     if image.contains(':') {
         return Err(format!(
@@ -239,12 +242,12 @@ fn detach(
         .collect();
     let written = tables.get_mut(place).expect("each disk has a table");
     written["detached"] = toml_edit::value(all.join(":"));
-    saved.detached.push(image.to_owned());
-    Ok(())
+    detached.push(image.to_owned());
+    Ok(true)
 }
 
-/// The fewest keys with which the disk is what it is, although the file has defaults. `shares`: what
-/// belongs to its log is said by other disks too.
+/// The fewest keys that describe the disk beside the file's defaults. `shares`: another disk sets the
+/// options of its log.
 fn beside_defaults(
     WrittenDisk {
         keys: own,
@@ -273,8 +276,9 @@ fn beside_defaults(
         }
         Some(spec)
     };
+    let served = described(own);
     for keys in [fewest, own.clone(), with_log.clone()] {
-        if described(&DiskSpec::with_defaults(&keys, defaults, kind)) == described(own) {
+        if described(&DiskSpec::with_defaults(&keys, defaults, kind)) == served {
             return Ok(keys);
         }
     }
